@@ -35,6 +35,12 @@ def any_placements(x: Any) -> Iterator[Placement]:
     yield from (Shard(d) for d in range(x.ndim))
 
 
+def column_placements(x: Any) -> Iterator[tuple[Placement, Placement]]:
+    """For operators that work on each element alone, with parameters: of x and of one number per column."""
+    for part in any_placements(x):
+        yield part, Shard(0) if part == Shard(x.ndim - 1) else R
+
+
 def summed(placement: Placement) -> Placement:
     """Of a sum over all rows, when the rows have this placement."""
     return SUM if isinstance(placement, Shard) else R

@@ -11,6 +11,7 @@ import triton.language as tl
 from .rows import block_rows, row_offset
 from .table import Config
 
+SIZES = {"rows": "i32", "n": "i64", "inner_rows": "i32"}
 DTYPES = ({"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"})
 
 

@@ -38,6 +38,11 @@ def rows_config(
     )
 
 
+def strides(*tensors: str) -> dict[str, str]:
+    """The arguments of a kernel that are the strides of these tensors, on both levels."""
+    return {f"{name}_{level}": "i64" for name in tensors for level in ("outer", "inner")}
+
+
 @triton.jit
 def block_rows(block, BLOCK_M: tl.constexpr):
     if BLOCK_M == 1:

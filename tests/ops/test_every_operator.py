@@ -479,3 +479,42 @@ def test_no_synchronization_and_cuda_graph_capture(row, dtype):
 
     expected = check_no_synchronization(step)
     check_replays(step, expected)
+
+
+# ---- What backward reads and writes
+
+TWINS = {op for op in OPERATORS if op.endswith("_bwd_")}
+
+
+def is_held(row) -> bool:
+    """Whether the upstream gradient cannot become that of an input: it is also another's, or has another layout."""
+    return "residual" in row.inputs and row.op == "sigmoid_gate" or "halves_out" in row.options
+
+
+@each_row
+def test_backward_overwrites_memory_that_nobody_holds(row, device):
+    """If there is an operator for it. test_layouts compares the numbers."""
+    bound = bind(row, device)
+    slopes = [torch.randn_like(r) if r.is_floating_point() else torch.zeros_like(r) for r in bound.op(*bound.tensors)]
+    layouts = [contiguous] * (len(bound.tensors) + len(slopes))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        of_temporaries(bound, bound.tensors, slopes, layouts)
+    ran = {event.name.removeprefix("liger::") for event in seen.events()}
+    assert not TWINS & {f"{name}_" for name in ran} or is_held(row)
+    assert not TWINS & ran or not is_held(row)
+
+
+def in_other_strides(t: Tensor) -> Tensor:
+    return torch.stack([t, t], -1)[..., 0]
+
+
+@each_row
+def test_saved_tensors_may_come_back_in_other_strides(row, device):
+    """Hooks must preserve values, not strides. Numbers that are read from the wrong place differ by much more than GEMMs do."""
+    bound = bind(row, device)
+    expected = results(bound)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, in_other_strides):
+        found = results(bound)
+    for ours, theirs in zip(found, expected, strict=True):
+        largest = float(theirs.abs().max()) if theirs.numel() else 0.0
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-3 * largest, equal_nan=True)

@@ -23,8 +23,9 @@ inline void column_sum(const char* op, const at::Tensor& partial, const at::Tens
 }
 
 /// Launches programs for `blocks` blocks of rows in each of `groups` groups of columns, and adds up their partial sums
-/// in `sums`, of which all may be undefined. final_flag: the kernel's flag for a single block, which writes the
-/// gradients itself, or 0.
+/// in `sums`, of which all may be undefined. Program p of P serves group p % groups: its blocks of rows p / groups and
+/// every P / groups more. It stores partial[i, p / groups, columns of its group], of (sums, P / groups, n), where
+/// n is the size of a sum. final_flag: the kernel's flag for a single block, which writes the gradients itself, or 0.
 template <class K, size_t N>
 void launch_with_sums(
     const char* op, const at::Device& device, const Choice<K>& choice, int64_t blocks, typename K::Args& args,

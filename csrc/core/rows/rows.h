@@ -21,6 +21,14 @@ inline at::Tensor empty_rows_like(const at::Tensor& x) {
   return unit ? at::empty_like(x) : at::empty_like(x, x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
+/// A result in the rows of x: the memory of an argument that it overwrites, or new if it is wanted, or undefined.
+inline at::Tensor result_rows(const at::Tensor& into, bool wanted, const at::Tensor& x) {
+  return into.defined() || !wanted ? into : empty_rows_like(x);
+}
+
+/// Leads a walk: the result in the rows of x, or a tensor in its place.
+inline at::Tensor lead_of(const at::Tensor& result, const at::Tensor& x) { return result_rows(result, true, x); }
+
 /// t as a matrix (rows, columns). A vector becomes one row. Copies if one stride cannot describe the rows.
 inline at::Tensor as_matrix(const at::Tensor& t) {
   auto sizes = t.sym_sizes();

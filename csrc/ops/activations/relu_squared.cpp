@@ -71,7 +71,7 @@ struct Backward : core::Private<Backward, Tensor(const Tensor&, const Tensor&), 
   template <class Device>
   static Tensor run(const Into& into, const Tensor& dy, const Tensor& x) {
     core::check_same(kBackward, "dy", dy, "x", x);
-    Tensor dx = into[0].defined() ? into[0] : core::empty_rows_like(x);
+    Tensor dx = core::result_rows(into[0], true, x);
     Device::backward(dx, dy, x);
     return dx;
   }

@@ -124,7 +124,7 @@ struct Cpu {
   static void backward(Tensor dx, Tensor dy, Tensor x, const Numbers& numbers, const Gradients& out) {
     runtime::count_cpu_call();
     if (x.numel() == 0) return out.zero();
-    Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+    Tensor lead = core::lead_of(dx, x);
     const auto walk = core::walk_elements<3>(kBackward, {&lead, &dy, &x});
     const int64_t spans = core::spans_of(walk);
     // One sum for each span: the result does not depend on the number of threads.
@@ -183,7 +183,7 @@ struct Cuda {
     using K = kernels::xielu_bwd;
     c10::DeviceGuard guard(x.device());
     if (x.numel() == 0) return out.zero();
-    Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+    Tensor lead = core::lead_of(dx, x);
     const auto walk = core::walk_elements<3>(kBackward, {&lead, &dy, &x});
     K::Args args{
         .dx = core::address(dx),
@@ -234,7 +234,7 @@ struct Backward
       double beta, double eps) {
     check(kBackward, x, alpha_p, alpha_n);
     core::check_same(kBackward, "dy", dy, "x", x);
-    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    const Tensor dx = core::result_rows(into[0], core::wants(wanted, 0), x);
     const bool of_p = core::wants(wanted, 1), of_n = core::wants(wanted, 2);
     Gradients out;
     if (of_p || of_n) out = {at::empty_like(alpha_p), at::empty_like(alpha_n)};

@@ -213,8 +213,8 @@ struct Backward
   static Two run(const Into& into, const Tensor& dout, const Tensor& x, const Tensor& gate, int64_t wanted) {
     check(kBackward, x, gate);
     core::check_same(kBackward, "dout", dout, "x", x);
-    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
-    const Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+    const Tensor dx = core::result_rows(into[0], core::wants(wanted, 0), x);
+    const Tensor lead = core::lead_of(dx, x);
     Tensor dgate;
     if (core::wants(wanted, 1)) dgate = is_per_row(x, gate) ? empty_numbers(lead) : core::empty_rows_like(lead);
     Device::backward(lead, dx, dgate, dout, x, gate);

@@ -381,11 +381,22 @@ struct Fp8Backward
     std::vector<Tensor> out;
     Pair of_dy;
     if (of_x || transposed) of_dy = pair_of<Device>(kBackward, rows, of_x, transposed, given);
+    auto read = [](const char* name, const OptionalTensor& t) -> const Tensor& {
+      LIGER_CHECK(t && t->defined(), kBackward, name, "be given, for the gradients that are wanted", "None");
+      return *t;
+    };
     if (of_x) {
-      const Operand columns = columns_of_weights<Device>(kBackward, weights, *weight_scale, given);
+      const Tensor& saved = read("weight_scale", weight_scale);
+      const Tensor scale = by_rows(given) ? saved.contiguous() : saved;
+      const Operand columns = columns_of_weights<Device>(kBackward, weights, scale, given);
       out.push_back(in_rows_of<Device>(dy, product<Device>(of_dy.rows, columns, {}, dy), given));
     }
-    const Operand of_inputs{transposed ? *x_t : Tensor(), transposed ? *scale_t : Tensor(), of_dy.columns.scales};
+    Operand of_inputs{{}, {}, of_dy.columns.scales};
+    if (transposed) {
+      const Tensor& columns = read("x_t", x_t);
+      const bool unit = columns.sym_strides().back() == 1;
+      of_inputs = {unit ? columns : columns.contiguous(), read("scale_t", scale_t), of_dy.columns.scales};
+    }
     c10::SymInt first = 0;
     for (size_t i = 0; i < count; first = first + features[i++]) {
       if (!wanted[1 + i]) continue;
@@ -393,7 +404,7 @@ struct Fp8Backward
         const Operand part = count == 1 ? of_dy.columns : of_dy.columns.part(first, features[i]);
         out.push_back(product<Device>(part, of_inputs, {}, dy, true));
       } else {
-        out.push_back(at::mm(rows.narrow_symint(1, first, features[i]).t(), core::as_matrix(*x)));
+        out.push_back(at::mm(rows.narrow_symint(1, first, features[i]).t(), core::as_matrix(read("x", x))));
       }
     }
     first = 0;

@@ -167,7 +167,7 @@ struct ProjectionsBackward
     check_lists(kBackward, g);
     check_dropout(kBackward, x, g);
     const Entry<Device> entry(x);
-    Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t), g, wanted);
+    Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t).contiguous(), g, wanted);
     if (out.x.defined()) out.x = in_rows_of(x, out.x);
     return out.all();
   }

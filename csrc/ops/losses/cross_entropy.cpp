@@ -99,9 +99,9 @@ struct Ops {
         const OptionalTensor& weight, const Tensor& stats, const OptionalTensor& totals, O... options) {
       const char* op = name_of(false);
       const Options o = check(op, logits, target, weight, options...);
-      Tensor dlogits = into[0].defined() ? into[0] : core::empty_rows_like(logits);
+      Tensor dlogits = core::result_rows(into[0], true, logits);
       const Tensor w = value_or_undefined(weight), divisors = value_or_undefined(totals);
-      Device::backward(op, dlogits, logits, target, w, stats, divisors, grad, o);
+      Device::backward(op, dlogits, logits, target, w, stats.contiguous(), divisors, grad, o);
       return dlogits;
     }
   };

@@ -193,7 +193,7 @@ struct Divergence
       if (input && input->defined()) check_same(op, "input", *input, "target", target);
       check_labels(op, labels, target);
       const divergence::Options o = Loss::parse(options...);
-      Tensor dinput = into[0].defined() ? into[0] : empty_rows_like(target);
+      Tensor dinput = result_rows(into[0], true, target);
       Device::backward(
           op, dinput, grad, value_or_undefined(divisor), value_or_undefined(input), target, value_or_undefined(labels),
           o);

@@ -153,7 +153,8 @@ struct Ops<void(T...), void(O...)> {
         const Tensor& grad, T... tensors, const Tensor& stats, const OptionalTensor& totals, O... options,
         int64_t wanted) {
       const Call call = check(kOp, tensors..., options...);
-      return copies(Device::backward(call, grad, stats, value_or_undefined(totals), Wanted::from_bits(wanted)).tie());
+      const Tensor divisors = value_or_undefined(totals);
+      return copies(Device::backward(call, grad, stats.contiguous(), divisors, Wanted::from_bits(wanted)).tie());
     }
   };
 

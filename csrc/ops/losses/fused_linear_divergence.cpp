@@ -231,7 +231,7 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
     static FiveGradients run(const Tensor& grad, T... tensors, const Tensor& stats, O... options, int64_t wanted) {
       const Call call = check(kBackward, tensors..., options...);
       Gradients out = empty_gradients(call.a.trained(), Wanted::from_bits(wanted));
-      if constexpr (On::rows != nullptr) backward(call, On::rows, grad, stats, out);
+      if constexpr (On::rows != nullptr) backward(call, On::rows, grad, stats.contiguous(), out);
       return copies(out.tie());
     }
   };

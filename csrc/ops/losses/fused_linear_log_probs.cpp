@@ -225,7 +225,9 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
       check_upstream(grad, grad_entropy, call.target, call.input.dim() - 1);
       Gradients out = empty_gradients(call.trained(), WantedGradients::from_bits(wanted));
       if constexpr (On::device.forward != nullptr) {
-        backward(On::device, call, value_or_undefined(grad), value_or_undefined(grad_entropy), stats, chosen, out);
+        backward(
+            On::device, call, value_or_undefined(grad), value_or_undefined(grad_entropy), stats.contiguous(),
+            chosen.contiguous(), out);
       }
       return copies(out.tie());
     }

@@ -82,7 +82,7 @@ struct Backward : core::Private<
     const Upstream given{
         upstream("the log-probabilities' gradient", grad, index.sym_sizes()),
         upstream("the entropy's gradient", grad_entropy, rows)};
-    Tensor dlogits = into[0].defined() ? into[0] : empty_rows_like(logits);
+    Tensor dlogits = result_rows(into[0], true, logits);
     Device::backward(kBackward, dlogits, given, logits, index, stats.contiguous(), chosen.contiguous(), o, Columns());
     return dlogits;
   }

@@ -221,8 +221,9 @@ struct Backward : core::Private<
     check_shape(kBackward, "pre", pre, "[pairs, 2 inner]", {pairs_of(call), gate_up_columns(call)});
     check_shape(kBackward, "t", t, "[pairs, rank]", {pairs_of(call), call.gate_up_adapters.rank()});
     check_shape(kBackward, "routing", routing, "of the routing data", {Routing::size(call)});
-    const Tensor dpre = kOverwrites ? pre : gradient_like(pre);
-    return Device::backward(call, dout, routing, {pre, t}, dpre, wanted_of(wanted)).all();
+    const Saved saved{pre.contiguous(), t.contiguous()};
+    const Tensor dpre = kOverwrites ? pre : gradient_like(saved.pre);
+    return Device::backward(call, dout, routing.contiguous(), saved, dpre, wanted_of(wanted)).all();
   }
 };
 

@@ -45,7 +45,7 @@ struct Backward
       const Into& into, const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics,
       int64_t wanted, at::ScalarType parameters) {
     core::check_same("layer_norm backward", "dy", dy, "x", x);
-    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    const Tensor dx = core::result_rows(into[0], core::wants(wanted, 0), x);
     return Device::backward(dx, dy, x, weight, statistics, core::wants(wanted, 1), core::wants(wanted, 2), parameters);
   }
 };

@@ -184,7 +184,7 @@ Gradients Cpu::backward(
     const Tensor& dx, Tensor dy, Tensor x, const OptionalTensor& weight_in, const Tensor& statistics_in,
     bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
   runtime::count_cpu_call();
-  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, lead);
+  Tensor lead = core::lead_of(dx, x), statistics = core::per_row(statistics_in, lead);
   auto walk = core::walk_rows<3>(kOp, {&lead, &dy, &x});
   bool needs_parameters = needs_dweight || needs_dbias;
   int64_t ranges = needs_parameters ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);

@@ -50,7 +50,7 @@ Gradients Cuda::backward(
     return {dx, dweight, dbias};
   }
   // The kernel always writes dx. If dx is not needed (frozen inputs), a temporary buffer receives it.
-  Tensor written = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, written);
+  Tensor written = core::lead_of(dx, x), statistics = core::per_row(statistics_in, written);
   const auto walk = core::walk_rows<3>(op, {&written, &dy, &x});
   K::Args args{
       .dx = core::address(written),

@@ -60,7 +60,7 @@ struct Backward : core::Private<
       const Into& into, const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight,
       const Tensor& rstd, int64_t wanted, double offset, c10::string_view mode) {
     core::check_same("rms_norm backward", "dy", dy, "x", x);
-    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    const Tensor dx = core::result_rows(into[0], core::wants(wanted, 0), x);
     return Device::backward(
         dx, dy, core::value_or_undefined(ds), x, core::value_or_undefined(weight), rstd, offset, mode,
         core::wants(wanted, 1));

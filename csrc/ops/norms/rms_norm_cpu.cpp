@@ -172,7 +172,7 @@ std::tuple<Tensor, Tensor> Cpu::backward(
     std::string_view casting_mode, bool needs_dweight) {
   runtime::count_cpu_call();
   if (weight.defined()) weight = weight.contiguous();
-  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+  Tensor lead = core::lead_of(dx, x);
   rstd = core::per_row(rstd, lead);
   auto walk = core::walk_rows<4>("rms_norm backward", {&lead, &dy, &ds, &x});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);

@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> Cuda::backward(
   Tensor dweight = needs_dweight ? at::empty_like(weight) : Tensor();
   if (x.numel() == 0) return {dx, needs_dweight ? dweight.zero_() : dweight};
   // The kernel always writes dx. If dx is not needed (frozen inputs), a temporary buffer receives it.
-  Tensor out = dx.defined() ? dx : core::empty_rows_like(x);
+  Tensor out = core::lead_of(dx, x);
   rstd = core::per_row(rstd, out);
   const auto walk = core::walk_rows<4>(op, {&out, &dy, &ds, &x});
   K::Args args{

@@ -70,7 +70,7 @@ struct Backward : core::Private<
     LIGER_CHECK(
         dy.sym_sizes().equals(x.sym_sizes()), kBackward, "dy", c10::str("have the shape of x, ", x.sym_sizes()),
         dy.sym_sizes());
-    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    const Tensor dx = core::result_rows(into[0], core::wants(wanted, 0), x);
     // Like dx, and not like the gate: kernels walk both by the same rows.
     const Tensor dgate = core::wants(wanted, 1) ? core::empty_rows_like(x) : Tensor();
     return Device::backward(dx, dgate, dy, x, gate, w, rstd, options, core::wants(wanted, 2));

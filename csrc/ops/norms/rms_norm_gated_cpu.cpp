@@ -227,7 +227,7 @@ Gradients Cpu::backward(
   runtime::count_cpu_call();
   if (x.numel() == 0) return {dx, dgate, needs_dweight ? at::zeros_like(weight) : Tensor()};
   const int64_t groups = rstd.size(-1), columns = x.size(-1) / groups;
-  Tensor lead = dx.defined() ? dx : dgate.defined() ? dgate : core::empty_rows_like(x);
+  Tensor lead = core::lead_of(dx.defined() ? dx : dgate, x);
   rstd = core::per_row(rstd, by_group(lead, groups, columns));
   auto walk = core::walk_rows<6>(kBackward, {&lead, &dx, &dgate, &dy, &x, &gate});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);

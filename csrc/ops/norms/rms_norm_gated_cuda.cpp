@@ -69,7 +69,7 @@ Gradients Cuda::backward(
   Tensor dweight = needs_dweight ? at::empty_like(weight) : Tensor();
   if (x.numel() == 0) return {dx, dgate, needs_dweight ? dweight.zero_() : dweight};
   const int64_t groups = rstd.size(-1), columns = x.size(-1) / groups;
-  Tensor lead = dx.defined() ? dx : dgate.defined() ? dgate : core::empty_rows_like(x);
+  Tensor lead = core::lead_of(dx.defined() ? dx : dgate, x);
   rstd = core::per_row(rstd, by_group(lead, groups, columns));
   const auto walk = core::walk_rows<6>(kBackward, {&lead, &dx, &dgate, &dy, &x, &gate});
   check_count(kBackward, walk.rows, groups);

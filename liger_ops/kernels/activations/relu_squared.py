@@ -6,7 +6,8 @@ The gradient may overwrite dy: each thread reads an element before it writes the
 import triton
 import triton.language as tl
 
-from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
+from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, SIZES, load_tile, program_tile, store_tile
+from ..rows import strides
 from ..table import Kernel
 
 
@@ -33,24 +34,18 @@ def relu_squared_bwd_kernel(
     store_tile(dx, tl.where(v <= 0, 0.0, 2 * v * d), tile, inner_rows, dx_outer, dx_inner, ONE_ROW, BLOCK_N)
 
 
-SIZES = {"rows": "i32", "n": "i64", "inner_rows": "i32"}
-FORWARD_STRIDES = {"y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64"}
-BACKWARD_STRIDES = {
-    "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
-}  # fmt: skip
-
 KERNELS = [
     Kernel(
         function=relu_squared_fwd_kernel,
-        args={"y": "*X", "x": "*X", **SIZES, **FORWARD_STRIDES},
-        aligned=["y", "x", "n", *FORWARD_STRIDES],
+        args={"y": "*X", "x": "*X", **SIZES, **strides("y", "x")},
+        aligned=["y", "x", "n", *strides("y", "x")],
         axes={"dtype": DTYPES},
         configs=FORWARD_CONFIGS,
     ),
     Kernel(
         function=relu_squared_bwd_kernel,
-        args={"dx": "*X", "dy": "*X", "x": "*X", **SIZES, **BACKWARD_STRIDES},
-        aligned=["dx", "dy", "x", "n", *BACKWARD_STRIDES],
+        args={"dx": "*X", "dy": "*X", "x": "*X", **SIZES, **strides("dx", "dy", "x")},
+        aligned=["dx", "dy", "x", "n", *strides("dx", "dy", "x")],
         axes={"dtype": DTYPES},
         configs=BACKWARD_CONFIGS,
     ),

@@ -9,8 +9,9 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from ..elements import DTYPES, ONE_ROW, config, load_tile, program_tile, store_tile, tile_at
+from ..elements import DTYPES, ONE_ROW, SIZES, config, load_tile, program_tile, store_tile, tile_at
 from ..functions import expm1_less_x, log1p
+from ..rows import strides
 from ..table import Kernel
 
 NEEDS_DX = tl.constexpr(1)
@@ -87,11 +88,6 @@ def xielu_bwd_kernel(
         tl.store(to + tl.num_programs(0), total_n / (1 + tl.exp(-at_n)))
 
 
-SIZES = {"rows": "i32", "n": "i64", "inner_rows": "i32"}
-FORWARD_STRIDES = {"y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64"}
-BACKWARD_STRIDES = {
-    "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
-}  # fmt: skip
 NUMBERS = {"alpha_p": "*A", "alpha_n": "*A", "wide_p": "*fp32", "wide_n": "*fp32"}
 CHOICES = [{**choice, "A": choice["X"]} for choice in DTYPES]
 OPTIONS = {"beta": "fp32", "eps": "fp32", "flags": "i32"}
@@ -102,17 +98,17 @@ PROGRAMS_PER_SM = 4
 KERNELS = [
     Kernel(
         function=xielu_fwd_kernel,
-        args={"y": "*X", "x": "*X", **NUMBERS, **SIZES, **FORWARD_STRIDES, **OPTIONS},
-        aligned=["y", "x", "n", *FORWARD_STRIDES],
+        args={"y": "*X", "x": "*X", **NUMBERS, **SIZES, **strides("y", "x"), **OPTIONS},
+        aligned=["y", "x", "n", *strides("y", "x")],
         axes={"dtype": CHOICES},
         configs=CONFIGS,
     ),
     Kernel(
         function=xielu_bwd_kernel,
         args={
-            "dx": "*X", "partial": "*fp32", "dy": "*X", "x": "*X", **NUMBERS, **SIZES, **BACKWARD_STRIDES, **OPTIONS,
+            "dx": "*X", "partial": "*fp32", "dy": "*X", "x": "*X", **NUMBERS, **SIZES, **strides("dx", "dy", "x"), **OPTIONS,
         },
-        aligned=["dx", "dy", "x", "n", *BACKWARD_STRIDES],
+        aligned=["dx", "dy", "x", "n", *strides("dx", "dy", "x")],
         axes={"dtype": CHOICES},
         configs=[replace(c, num_warps=8, programs_per_sm=PROGRAMS_PER_SM) for c in CONFIGS],
     ),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
-from ..rows import block_rows, load_per_row, row_offset, store_per_row
+from ..rows import block_rows, load_per_row, row_offset, store_per_row, strides
 from ..table import Config, Kernel
 
 HAS_RESIDUAL = tl.constexpr(1)
@@ -77,12 +77,9 @@ def sigmoid_gate_bwd_kernel(
         store_per_row(dnumbers, row, total.to(dnumbers.dtype.element_ty), wanted, BLOCK_M)
 
 
-def strides(*names):
-    return {f"{name}_{level}": "i64" for name in names for level in ("outer", "inner")}
-
-
 SIZES = {"rows": "i32", "n": "i32", "inner_rows": "i32"}
-FORWARD_STRIDES, BACKWARD_STRIDES = strides("out", "x", "gate", "residual"), strides("dx", "dgate", "dout", "x", "gate")
+FORWARD_STRIDES = strides("out", "x", "gate", "residual")
+BACKWARD_STRIDES = strides("dx", "dgate", "dout", "x", "gate")
 AXES = {"dtype": [{**choice, "A": choice["X"]} for choice in DTYPES], "per_row": [{"PER_ROW": 0}, {"PER_ROW": 1}]}
 CONFIGS = [
     Config(256, True, 4, constexprs=dict(BLOCK_M=4, BLOCK_N=256)),

@@ -9,8 +9,9 @@ writes the element. With PRODUCT it also stores the forward's result, which may 
 import triton
 import triton.language as tl
 
-from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
+from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, SIZES, load_tile, program_tile, store_tile
 from ..functions import sigmoid, sigmoid_and_slope
+from ..rows import strides
 from ..table import Kernel
 
 PRODUCT = tl.constexpr(256)
@@ -62,18 +63,10 @@ def swiglu_bwd_kernel(
         store_tile(product, g * s * u, tile, inner_rows, dout_outer, dout_inner, ONE_ROW, BLOCK_N)
 
 
-FORWARD_ARGS = {
-    "out": "*X", "gate": "*X", "up": "*X",
-    "rows": "i32", "n": "i64", "inner_rows": "i32",
-    "out_outer": "i64", "out_inner": "i64",
-    "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64",
-}  # fmt: skip
+FORWARD_ARGS = {"out": "*X", "gate": "*X", "up": "*X", **SIZES, **strides("out", "gate", "up")}
 BACKWARD_ARGS = {
-    "dgate": "*X", "dup": "*X", "product": "*X", "dout": "*X", "gate": "*X", "up": "*X",
-    "rows": "i32", "n": "i64", "inner_rows": "i32",
-    "dgate_outer": "i64", "dgate_inner": "i64", "dup_outer": "i64", "dup_inner": "i64",
-    "dout_outer": "i64", "dout_inner": "i64",
-    "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64", "flags": "i32",
+    "dgate": "*X", "dup": "*X", "product": "*X", "dout": "*X", "gate": "*X", "up": "*X", **SIZES,
+    **strides("dgate", "dup", "dout", "gate", "up"), "flags": "i32",
 }  # fmt: skip
 # rows and inner_rows are counts, not offsets.
 FORWARD_ALIGNED = [a for a in FORWARD_ARGS if "rows" not in a]

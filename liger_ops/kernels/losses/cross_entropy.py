@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from ..kept import keep
-from ..rows import LOG2E, prefetch, programs_ahead, row_offset
+from ..rows import LOG2E, prefetch, programs_ahead, row_offset, strides
 from ..table import FLOATS, HALVES, Config, Kernel
 from ._flags import HAS_GRAD, HAS_SOFTCAP, LOCAL, MOST_PARTS, MOST_SKEW, SAVE_STATS
 from ._gradient import (
@@ -306,11 +306,11 @@ KERNELS = [
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64", "stats": "*fp32",
             "facts": "*fp32", "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32",
             "shares": "*fp32", "arrived": "*i32",
-            "rows": "i32", "n": "i32", "part": "i32", "inner_rows": "i32", "logits_outer": "i64", "logits_inner": "i64",
+            "rows": "i32", "n": "i32", "part": "i32", "inner_rows": "i32", **strides("logits"),
             "target_words": "i32", "ignore_index": "i64", "first_class": "i32",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
-        aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
+        aligned=["logits", "weight", "n", "part", *strides("logits")],
         axes={"dtype": AXES["dtype"], "form": [{"EXTRAS": e, "SHARED": s} for e, s in ((0, 0), (0, 1), (1, 0))]},
         # The fastest shapes on an H200. Long fp32 rows need so few registers that six programs fit on a multiprocessor;
         # four divide 1024 rows more evenly.
@@ -330,11 +330,11 @@ KERNELS = [
             "dlogits": "*X", "logits": "*X", "target": "*i32", "stats": "*fp32", "grad": "*fp32", "totals": "*fp32",
             "weight": "*fp32", "weight_sum": "*fp32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
-            "dlogits_outer": "i64", "dlogits_inner": "i64", "logits_outer": "i64", "logits_inner": "i64",
+            **strides("dlogits", "logits"),
             "target_words": "i32", "grad_stride": "i64", "ignore_index": "i64", "first_class": "i32", "classes": "i32",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
-        aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
+        aligned=["dlogits", "logits", "weight", "n", *strides("dlogits", "logits")],
         axes=AXES,
         configs=[
             backward_config(1024, 1024, 1, 1),
@@ -350,11 +350,11 @@ KERNELS = [
             "dlogits": "*X", "logits": "*X", "target": "*i32", "grad": "*fp32", "totals": "*fp32",
             "weight": "*fp32", "weight_sum": "*fp32", "shares": "*fp32", "arrived": "*i32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
-            "dlogits_outer": "i64", "dlogits_inner": "i64", "logits_outer": "i64", "logits_inner": "i64",
+            **strides("dlogits", "logits"),
             "target_words": "i32", "grad_stride": "i64", "ignore_index": "i64",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
-        aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
+        aligned=["dlogits", "logits", "weight", "n", *strides("dlogits", "logits")],
         axes=AXES,
         # The fastest shapes on an H200. Programs that keep only a part of a row do not prefetch, because that is
         # slower.
@@ -396,9 +396,9 @@ KERNELS = [
         function=cross_entropy_scale_kernel,
         args={
             "dlogits": "*X", "grad": "*fp32", "n": "i32", "inner_rows": "i32",
-            "dlogits_outer": "i64", "dlogits_inner": "i64", "grad_stride": "i64",
+            **strides("dlogits"), "grad_stride": "i64",
         },
-        aligned=["dlogits", "n", "dlogits_outer", "dlogits_inner"],
+        aligned=["dlogits", "n", *strides("dlogits")],
         axes={"dtype": AXES["dtype"]},
         configs=[scale_config(aligned=True), scale_config(aligned=False)],
     ),

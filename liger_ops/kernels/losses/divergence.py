@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
-from ..rows import LOG2E, block_rows, row_offset
+from ..rows import LOG2E, block_rows, row_offset, strides
 from ..table import Config, Kernel
 from ._flags import LN2, LOG2E_TAIL
 from ._rows import load_target
@@ -368,10 +368,6 @@ def configs(block_n, blocks, num_warps):
 SIZES = {"rows": "i32", "n": "i64", "total": "i64", "inner_rows": "i32", "all_rows": "i32", "columns": "i32"}
 LABELS = {"label_words": "i32", "ignore_index": "i64", "kind": "i32", "parameter": "fp32"}
 AXES = {"dtype": DTYPES, "form": [{"REDUCED": 1}, {"REDUCED": 0}]}
-
-
-def strides(*names):
-    return {f"{name}_{level}": "i64" for name in names for level in ("outer", "inner")}
 
 
 KERNELS = [

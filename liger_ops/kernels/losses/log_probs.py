@@ -34,7 +34,7 @@ with the largest v.
 import triton
 import triton.language as tl
 
-from ..rows import row_offset
+from ..rows import row_offset, strides
 from ..table import HALVES, Config, Kernel
 from ._flags import LN2, LOWEST, MOST_PARTS, NOWHERE
 from ._gradient import columns_end, zero_span
@@ -458,9 +458,9 @@ KERNELS = [
         function=log_probs_fwd_kernel,
         args={
             **RESULTS, "n": "i32", "part": "i32", "inner_rows": "i32", "count": "i32",
-            "logits_outer": "i64", "logits_inner": "i64", **OPTIONS,
+            **strides("logits"), **OPTIONS,
         },
-        aligned=["logits", "n", "part", "logits_outer", "logits_inner"],
+        aligned=["logits", "n", "part", *strides("logits")],
         axes=FORWARD_AXES,
         configs=[
             forward_config(1024, 32, 4),
@@ -474,7 +474,7 @@ KERNELS = [
         function=log_probs_combine_kernel,
         args={
             **RESULTS, "n": "i32", "parts": "i32", "inner_rows": "i32", "count": "i32",
-            "logits_outer": "i64", "logits_inner": "i64", **OPTIONS,
+            **strides("logits"), **OPTIONS,
         },
         aligned=[],
         axes=FORWARD_AXES,
@@ -485,9 +485,9 @@ KERNELS = [
         args={
             "dlogits": "*X", "logits": "*X", "index": "*i32", "stats": "*fp32", "chosen": "*fp32", "grad": "*fp32",
             "grad_entropy": "*fp32", "n": "i32", "inner_rows": "i32", "count": "i32",
-            "dlogits_outer": "i64", "dlogits_inner": "i64", "logits_outer": "i64", "logits_inner": "i64", **OPTIONS,
+            **strides("dlogits", "logits"), **OPTIONS,
         },
-        aligned=["dlogits", "logits", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
+        aligned=["dlogits", "logits", "n", *strides("dlogits", "logits")],
         axes={"dtype": DTYPES, "form": CAPS},
         configs=[
             backward_config(1024, 1024, 1),

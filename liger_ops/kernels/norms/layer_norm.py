@@ -25,6 +25,7 @@ from ..rows import (
     rows_config,
     store_per_row,
     store_share,
+    strides,
     zero_tiles,
 )
 from ..streamed import (
@@ -393,10 +394,10 @@ KERNELS = [
         args={
             "y": "*X", "statistics": "*fp32", "x": "*X", "weight": "*W", "bias": "*W",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
-            "y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64",
+            **strides("y", "x"),
             "eps": "fp32", "flags": "i32",
         },
-        aligned=["y", "x", "weight", "bias", "n", "y_outer", "y_inner", "x_outer", "x_inner"],
+        aligned=["y", "x", "weight", "bias", "n", *strides("y", "x")],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
         # The fastest shapes on an H200, see rms_norm.py. For up to 11264 columns, four warps have no registers left to
         # prefetch later rows.
@@ -439,12 +440,12 @@ KERNELS = [
         args={
             "dx": "*X", "dweight": "*W", "dbias": "*W", "partial": "*fp32", "dy": "*X", "x": "*X", "weight": "*W",
             "statistics": "*fp32", "rows": "i32", "n": "i32", "inner_rows": "i32",
-            "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
+            **strides("dx", "dy", "x"),
             "flags": "i32",
         },
         aligned=[
             "dx", "dweight", "dbias", "partial", "dy", "x", "weight", "n",
-            "dx_outer", "dx_inner", "dy_outer", "dy_inner", "x_outer", "x_inner",
+            *strides("dx", "dy", "x"),
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
         # The fastest shapes on an H200. Eight warps leave a thread enough registers to read the next tile early

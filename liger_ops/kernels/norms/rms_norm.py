@@ -35,6 +35,7 @@ from ..rows import (
     rows_config,
     store_per_row,
     store_share,
+    strides,
     zero_tiles,
 )
 from ..streamed import (
@@ -359,13 +360,12 @@ KERNELS = [
         args={
             "y": "*X", "s": "*X", "rstd": "*fp32", "x": "*X", "residual": "*X", "weight": "*W",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
-            "y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64",
-            "residual_outer": "i64", "residual_inner": "i64",
+            **strides("y", "x", "residual"),
             "eps": "fp32", "offset": "fp32", "flags": "i32",
         },
         aligned=[
             "y", "s", "x", "residual", "weight", "n",
-            "y_outer", "y_inner", "x_outer", "x_inner", "residual_outer", "residual_inner",
+            *strides("y", "x", "residual"),
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         # The fastest shapes on an H200. Prefetching later rows (ahead) before a program's own row is slower than after
@@ -411,13 +411,12 @@ KERNELS = [
         args={
             "dx": "*X", "dweight": "*W", "partial": "*fp32", "dy": "*X", "ds": "*X", "x": "*X", "weight": "*W", "rstd": "*fp32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
-            "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64",
-            "ds_outer": "i64", "ds_inner": "i64", "x_outer": "i64", "x_inner": "i64",
+            **strides("dx", "dy", "ds", "x"),
             "offset": "fp32", "flags": "i32",
         },
         aligned=[
             "dx", "dweight", "partial", "dy", "ds", "x", "weight", "n",
-            "dx_outer", "dx_inner", "dy_outer", "dy_inner", "ds_outer", "ds_inner", "x_outer", "x_inner",
+            *strides("dx", "dy", "ds", "x"),
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         # The fastest shapes on an H200. 16-bit rows of 1024 to 3072 columns are as fast in registers as streamed,

@@ -28,6 +28,7 @@ from ..rows import (
     row_offset,
     rows_config,
     store_share,
+    strides,
     zero_tiles,
 )
 from ..table import ACTIVATION_WEIGHT_DTYPES, Kernel, fewer_when_mixed
@@ -308,12 +309,11 @@ KERNELS = [
         args={
             "y": "*Y", "rstd": "*fp32", "x": "*X", "gate": "*X", "weight": "*W",
             "rows": "i32", "n": "i32", "groups": "i32", "inner_rows": "i32",
-            "y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64",
-            "gate_outer": "i64", "gate_inner": "i64",
+            **strides("y", "x", "gate"),
             "eps": "fp32", "offset": "fp32", "flags": "i32",
         },
         aligned=[
-            "y", "x", "gate", "weight", "n", "y_outer", "y_inner", "x_outer", "x_inner", "gate_outer", "gate_inner",
+            "y", "x", "gate", "weight", "n", *strides("y", "x", "gate"),
         ],
         axes={"dtype": DTYPES},
         # By the shapes of rms_norm with a residual, which moves as much.
@@ -341,15 +341,12 @@ KERNELS = [
             "dx": "*X", "dgate": "*X", "dweight": "*W", "partial": "*fp32", "dy": "*Y", "x": "*X", "gate": "*X",
             "weight": "*W", "rstd": "*fp32",
             "rows": "i32", "n": "i32", "groups": "i32", "inner_rows": "i32",
-            "dx_outer": "i64", "dx_inner": "i64", "dgate_outer": "i64", "dgate_inner": "i64",
-            "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
-            "gate_outer": "i64", "gate_inner": "i64",
+            **strides("dx", "dgate", "dy", "x", "gate"),
             "offset": "fp32", "flags": "i32",
         },
         aligned=[
             "dx", "dgate", "dweight", "partial", "dy", "x", "gate", "weight", "n",
-            "dx_outer", "dx_inner", "dgate_outer", "dgate_inner", "dy_outer", "dy_inner",
-            "x_outer", "x_inner", "gate_outer", "gate_inner",
+            *strides("dx", "dgate", "dy", "x", "gate"),
         ],
         axes={"dtype": DTYPES},
         # Three inputs, the activation and its slope take many registers: a thread has 8 columns of a row, or loads them

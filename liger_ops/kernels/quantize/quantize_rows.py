@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
-from ..rows import block_rows, load_tiles, prefetch, row_offset
+from ..rows import block_rows, load_tiles, prefetch, row_offset, strides
 from ..table import Config, Kernel
 
 # Architectures for which Triton converts fp32 to e4m3 in one instruction; kernels are lowered for the first. For 8.9 it
@@ -208,10 +208,10 @@ def quantize_columns_kernel(
     tl.store(to, out, mask=(cols < n)[:, None] & (row < rows)[None, :])
 
 
-SIZES = {"rows": "i32", "n": "i32", "inner_rows": "i32", "x_outer": "i64", "x_inner": "i64"}
+SIZES = {"rows": "i32", "n": "i32", "inner_rows": "i32", **strides("x")}
 ROWS = {"q": "*u8", "scale": "*fp32", "parts": "*i32", "x": "*X", **SIZES}
 COLUMNS = {"q_t": "*u8", "scale_t": "*fp32", "x": "*X", **SIZES, "pitch": "i32"}
-STRIDES = ["x_outer", "x_inner"]
+STRIDES = [*strides("x")]
 # The host asks for COLUMNS where rows are aligned and fit into registers.
 ROWS_ALONE = {"COLUMNS": (0,)}
 

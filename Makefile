@@ -7,6 +7,8 @@ TRITON ?= triton==3.6.0
 # Needed by the demo and the tests, which train models.
 MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "bitsandbytes>=0.50" "matplotlib>=3.9"
 # Pinned, because other versions format and check differently.
+# In the folder of the package, wherever Python found it.
+clang_format = $(shell $(PYTHON) -c "import clang_format; print(clang_format.get_executable('clang-format'))")
 LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 
 # Of the site.
@@ -99,7 +101,7 @@ test-packs: $(ready)
 lint: $(linters)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
+	git ls-files "*.cpp" "*.h" | xargs "$(clang_format)" --dry-run -Werror
 	# clang-format does not break comments.
 	! git ls-files "*.cpp" "*.h" | xargs grep -nE ".{121}"
 	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
@@ -111,7 +113,7 @@ lint: $(linters)
 format: $(linters)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
-	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" -i
+	git ls-files "*.cpp" "*.h" | xargs "$(clang_format)" -i
 
 # The site, in build/site/html. It reads the sources and imports none of them. A broken link is an error.
 MKDOCS ?= build/site/venv/bin/mkdocs

@@ -3,6 +3,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import kernel_process
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +70,19 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if arguments.get("device") != "interpreted":
+        return None
+    seed = pyfuncitem.config.getoption("--seed")
+    kernel_process.started().ask(
+        path=str(pyfuncitem.path), function=pyfuncitem.originalname, arguments=arguments | {"device": "cpu"}, seed=seed,
+        capability=80,
+    )  # fmt: skip
+    return True
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@
 #include "gemm/plan.h"
 #include "runtime/arch.h"
 #include "runtime/device.h"
+#include "runtime/interpreter.h"
 #include "runtime/kernel.h"
 #include "runtime/launch.h"
 #include "runtime/loader.h"
@@ -126,6 +127,22 @@ void set_hook(py::object hook) {
   });
 }
 
+// run(kernel, variant, grid, address of the arguments) raises what went wrong.
+void interpret(py::object run, int capability, int multiprocessors) {
+  // Never freed, as above.
+  auto* kept = new py::object(std::move(run));
+  auto call = [kept](const Kernel& kernel, uint32_t variant, Grid grid, const void* arguments) -> std::string {
+    py::gil_scoped_acquire locked;
+    try {
+      (*kept)(kernel.spec().name, variant, std::make_tuple(grid.x, grid.y, grid.z), uintptr_t(arguments));
+    } catch (const std::exception& e) {
+      return e.what();
+    }
+    return {};
+  };
+  set_interpreter(new Interpreter(call), {capability, multiprocessors, "Triton's interpreter"});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_runtime, m) {
@@ -193,6 +210,7 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("gemms", gemms);
   m.def("status", status);
   m.def("set_hook", set_hook);
+  m.def("interpret", interpret, py::arg("run"), py::arg("capability"), py::arg("multiprocessors") = 2);
   m.def("set_compiler", set_compiler);
   m.def("device_count", device_count);
   m.def("device", [](int index) {

@@ -34,6 +34,7 @@
 #include "core/autograd.h"
 #include "core/private.h"
 #include "core/registration.h"
+#include "runtime/interpreter.h"
 #include "schemas.h"
 
 namespace liger::core {
@@ -400,11 +401,21 @@ struct Operator<Op, Return(A...)> {
   }
 };
 
+/// With the CUDA code, if kernels run in an interpreter.
+template <class Op>
+void implement_on_cpu(torch::Library& m) {
+  if (runtime::interprets()) {
+    Op::template implement<typename Op::Cuda>(m);
+  } else {
+    Op::template implement<typename Op::Cpu>(m);
+  }
+}
+
 }  // namespace liger::core
 
 #define LIGER_OPERATOR(Op)                                                                           \
   LIGER_LIBRARY_FRAGMENT(m) { Op::define(m); }                                                       \
-  LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Op::Cpu>(m); }                                          \
+  LIGER_LIBRARY_IMPL(CPU, m) { liger::core::implement_on_cpu<Op>(m); }                               \
   LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Op::Cuda>(m); }                                        \
   LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Op::Meta>(m); }                                        \
   LIGER_LIBRARY_IMPL(Autograd, m) { Op::implement_autograd(m); }                                     \

@@ -12,6 +12,11 @@ namespace {
 // launch fails and checks again.
 thread_local bool has_context = false;
 
+Device& out_of_range() {
+  static auto& device = immortal<Device>(-1);
+  return device;
+}
+
 }  // namespace
 
 Device::Device(int index) {
@@ -40,13 +45,17 @@ Device::Device(int index) {
 const Device& device_at(int index) {
   static std::array<std::atomic<const Device*>, kMaxDevices> devices{};
   static std::mutex mutex;
-  static const auto& out_of_range = immortal<Device>(-1);
-  if (index < 0 || index >= kMaxDevices) return out_of_range;
+  if (index < 0 || index >= kMaxDevices) return out_of_range();
   if (const Device* device = devices[index].load(std::memory_order_acquire)) return *device;
   std::lock_guard<std::mutex> lock(mutex);
   if (!devices[index].load(std::memory_order_acquire))
     devices[index].store(new Device(index), std::memory_order_release);
   return *devices[index].load(std::memory_order_acquire);
+}
+
+void make_up_device(const DeviceInfo& info) {
+  out_of_range().info = info;
+  out_of_range().error.clear();
 }
 
 bool retain_context(const Driver& driver, const Device& device, std::string& error) {

@@ -31,6 +31,9 @@ struct Device {
 /// The result has `error` set if there is no such device or the driver cannot use it.
 const Device& device_at(int index);
 
+/// For an interpreter: what device_at() returns for indices out of range, like that of the CPU.
+void make_up_device(const DeviceInfo& info);
+
 /// Retains the primary context, which torch uses too. Called at the first load and not earlier: a process that only
 /// lists devices must not create a context on each of them. False with `error` set if the driver refuses.
 bool retain_context(const Driver& driver, const Device& device, std::string& error);

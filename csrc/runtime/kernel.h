@@ -53,6 +53,10 @@ struct KernelSpec {
   size_t match_operator(const std::string& name) const;
 };
 
+struct Grid {
+  uint32_t x = 1, y = 1, z = 1;
+};
+
 struct Function {
   void* handle;
   unsigned threads;

@@ -6,6 +6,7 @@
 
 #include "runtime/device.h"
 #include "runtime/driver.h"
+#include "runtime/interpreter.h"
 #include "runtime/loader.h"
 
 namespace liger::runtime {
@@ -39,6 +40,12 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
     function = kernel.loaded(device, variant);
   }
   if (__builtin_expect(!function, 0)) {
+    if (const Interpreter* run = interpreter()) {
+      const std::string error = (*run)(kernel, variant, grid, args);
+      if (!error.empty()) return failed_launch(kernel, variant, device, grid, error);
+      kernel.count(Source::Hook, variant);
+      return {};
+    }
     Failure failure;
     function = load(kernel, variant, device, true, failure);
     if (!function) return failed_launch(kernel, variant, device, grid, failure.why);

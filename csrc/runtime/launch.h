@@ -8,10 +8,6 @@
 
 namespace liger::runtime {
 
-struct Grid {
-  uint32_t x = 1, y = 1, z = 1;
-};
-
 /// Launches a variant; loads it first if necessary. Empty on success, else one sentence that says what failed. Takes no
 /// lock and allocates nothing after the first call for a (device, variant).
 LIGER_RUNTIME_API std::string launch(

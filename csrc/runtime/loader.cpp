@@ -16,6 +16,7 @@
 
 #include "runtime/arch.h"
 #include "runtime/immortal.h"
+#include "runtime/interpreter.h"
 #include "runtime/jit_cache.h"
 #include "runtime/log.h"
 
@@ -325,6 +326,7 @@ std::string try_config(
 }
 
 Loads loads(Kernel& kernel, uint32_t variant, int device) {
+  if (interpreter()) return Loads::Yes;
   if (device < 0 || device >= kMaxDevices) return Loads::No;
   if (kernel.loaded(device, variant)) return Loads::Yes;
   Failure failure;

@@ -75,7 +75,10 @@ def each_example(op: Any) -> Callable:
 
 def register(library: torch.library.Library) -> None:
     def register_rule(name: str, rows: int, out_dims: tuple[int, ...]) -> None:
-        op = getattr(torch.ops.liger, name).default
+        op = getattr(torch.ops.liger, name, None)
+        if op is None:
+            raise RuntimeError(f"liger_ops: the operator library lacks {name}, which is declared: run `make build`")
+        op = op.default
         torch.library.register_vmap(f"liger::{name}", rule(op, rows, out_dims), lib=library)
 
     for name, operator in operators().items():

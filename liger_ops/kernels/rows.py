@@ -53,6 +53,18 @@ def block_rows(block, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def block_and_group(program, groups):
+    """Of rows and of columns, in the order of core::launch_with_sums."""
+    if groups == 1:
+        block = program
+        group = program * 0
+    else:
+        block = program // groups
+        group = program - block * groups
+    return block, group
+
+
+@triton.jit
 def row_offset(row, inner_rows, outer_stride, inner_stride):
     # 64-bit before the multiplication: a tensor may have more than 2**31 elements.
     if inner_rows == 0:

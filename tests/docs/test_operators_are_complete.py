@@ -5,9 +5,11 @@ import re
 import pytest
 import torch
 from checks import ROOT
+from models import ROWS
 
 import liger_ops.kernels as tables
 from liger_ops.aot import operators_page
+from liger_ops.aot.codegen import operators_of
 from liger_ops.reference import operators
 
 PUBLIC = [name for name, operator in operators().items() if not operator.alias_of]
@@ -18,6 +20,7 @@ def text_of(*patterns: str) -> str:
 
 
 README, CASES = text_of("README.md"), text_of("tests/distributed/*dtensor*_cases.py")
+LAUNCHED = operators_of()
 INTERPRETED = text_of("tests/kernels/*.py", "tests/support/*interpreter*.py")
 
 
@@ -47,6 +50,9 @@ def test_the_interpreter_runs_the_kernels(stem):
     """Without a GPU, nothing else executes them."""
     names = [stem, *(kernel.name for kernel in tables.modules()[stem])]
     named = [name for name in names if re.search(rf"\b{name}", INTERPRETED)]
+    # test_every_kernel.py runs every row of an operator, and checks that kernels were launched.
+    launched = {op for kernel in tables.modules()[stem] for op in LAUNCHED.get(kernel.name, [])}
+    named += [row.op for row in ROWS if row.op.startswith(tuple(launched))] if launched else []
     assert named, f"tests/kernels: no test runs {stem} in Triton's interpreter"
 
 

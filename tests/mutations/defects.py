@@ -389,38 +389,38 @@ KERNELS = [
     Defect(
         "kernel-rows-read-past-the-end", "liger_ops/kernels/rows.py",
         "mask=row_mask & (cols < n), other=0.0, volatile=volatile", "mask=row_mask, other=0.0, volatile=volatile",
-        f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_rms_norm_kernels.py -k rms_norm",
     ),
     Defect(
         "kernel-rows-swap-strides", "liger_ops/kernels/rows.py",
         "offset = row.to(tl.int64) * inner_stride", "offset = row.to(tl.int64) * outer_stride",
-        f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_rms_norm_kernels.py -k rms_norm",
     ),
     Defect(
         "kernel-gated-norm-reads-the-first-groups-weight", "liger_ops/kernels/norms/rms_norm_gated.py",
         "    weights = weight + first", "    weights = weight",
-        "kernels/test_rms_norm_gated_kernels.py",
+        "kernels/test_every_kernel.py kernels/test_rms_norm_gated_kernels.py -k rms_norm_gated",
     ),
     Defect(
         "kernel-gated-norm-forgets-the-activations-slope", "liger_ops/kernels/norms/rms_norm_gated.py",
         "tl.store(dgate, of_gate * slope,", "tl.store(dgate, of_gate,",
-        "kernels/test_rms_norm_gated_kernels.py",
+        "kernels/test_every_kernel.py kernels/test_rms_norm_gated_kernels.py -k rms_norm_gated",
     ),
     Defect(
         "kernel-rms-norm-drops-epsilon", "liger_ops/kernels/norms/rms_norm.py",
         "        scale = tl.rsqrt(row_mean(squares, n) + eps)\n        for t in tl.static_range(TILES):",
         "        scale = tl.rsqrt(row_mean(squares, n))\n        for t in tl.static_range(TILES):",
-        f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_rms_norm_kernels.py -k rms_norm",
     ),
     Defect(
         "kernel-layer-norm-shares-overlap", "liger_ops/kernels/norms/layer_norm.py",
         "dbias_row = dweight_row + programs.to(tl.int64) * n", "dbias_row = dweight_row + programs.to(tl.int64)",
-        f"kernels/test_layer_norm_kernels.py ops/norms/test_layer_norm.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_layer_norm_kernels.py -k layer_norm",
     ),
     Defect(
         "kernel-relu-squared-misses-the-factor", "liger_ops/kernels/activations/relu_squared.py",
         "tl.where(v <= 0, 0.0, 2 * v * d)", "tl.where(v <= 0, 0.0, v * d)",
-        f"kernels/test_relu_squared_kernels.py ops/activations/test_relu_squared.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_relu_squared_kernels.py -k relu_squared",
     ),
     Defect(
         "kernel-embedding-ignores-padding", "liger_ops/kernels/embedding/embedding.py",
@@ -436,12 +436,12 @@ KERNELS = [
         "kernel-rope-inverse-keeps-the-halves", "liger_ops/kernels/rope/rope.py",
         "tl.where(inverse, -sin_b, sin_a), tl.where(inverse, -sin_a, sin_b)",
         "tl.where(inverse, -sin_a, sin_a), tl.where(inverse, -sin_b, sin_b)",
-        f"kernels/test_rope_kernels.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_rope_kernels.py -k rope",
     ),
     Defect(
         "kernel-swiglu-slope-has-the-wrong-sign", "liger_ops/kernels/gated/swiglu.py",
         "d * u * (s + g * slope)", "d * u * (s - g * slope)",
-        f"kernels/test_swiglu_kernels.py kernels/test_gated_kernels.py ops/gated/test_swiglu.py {INTERPRETED}",
+        "kernels/test_every_kernel.py kernels/test_gated_kernels.py -k 'swiglu or gated'",
     ),
     Defect(
         "kernel-cross-entropy-mean-has-one-divisor", "liger_ops/kernels/losses/_gradient.py",

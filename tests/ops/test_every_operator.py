@@ -11,7 +11,6 @@ import pytest
 import torch
 from checks import (
     OPCHECKS,
-    assert_no_worse,
     autocast_of_fake_gpus,
     check_deterministic,
     check_inductor,
@@ -22,20 +21,28 @@ from checks import (
     check_replays,
     check_second_backward,
     equal,
-    gradients,
     like,
     wanted_of,
 )
 from layouts import SIZE_ONE, layouts_of
 from models import ROWS, WIDTH, in_lists, outputs
 from operator_calls import OPERATORS, PUBLIC, copied, samples
-from rows import Bound, bind, each_row, in_tiers
+from rows import (
+    Bound,
+    bind,
+    check_as_accurate,
+    contiguous,
+    each_row,
+    in_tiers,
+    of_leaves,
+    of_temporaries,
+)
 from torch import Tensor
 from torch.nn import functional as nnf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_ops._accuracy import noise_of, roundings
+from liger_ops._accuracy import noise_of
 from liger_ops.reference import operators
 
 
@@ -216,73 +223,6 @@ def turned(t: Tensor) -> Tensor:
 
 
 # ---- Layouts
-
-
-class Temporary(torch.autograd.Function):
-    """A copy that nobody else holds, whose memory backward may overwrite. It keeps the strides of a dense tensor."""
-
-    @staticmethod
-    def forward(ctx, t, change):
-        return change(t).clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class Upstream(torch.autograd.Function):
-    """Replaces the upstream gradient by a temporary."""
-
-    @staticmethod
-    def forward(ctx, t, make):
-        ctx.make = make
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.make().clone(), None
-
-
-Change = Callable[[Tensor], Tensor]
-
-
-def contiguous(t: Tensor) -> Tensor:
-    return t.detach().clone(memory_format=torch.contiguous_format)
-
-
-def of_leaves(call: Bound, tensors: list[Tensor], slopes: list[Tensor], changes: list[Change]) -> list[Tensor]:
-    """Results and gradients, of tensors and upstream gradients that the caller holds."""
-    changed = [change(t).requires_grad_(t.requires_grad) for t, change in zip([*tensors, *slopes], changes)]
-    return gradients(call.op, changed[: len(tensors)], changed[len(tensors) :])
-
-
-def of_temporaries(call: Bound, tensors: list[Tensor], slopes: list[Tensor], changes: list[Change]) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    found = call.op(*(Temporary.apply(t, change) for t, change in zip(leaves, changes)))
-    values = [r.detach().clone() for r in found]
-    learned = [
-        Upstream.apply(r, lambda slope=slope, change=change: change(slope))
-        for r, slope, change in zip(found, slopes, changes[len(tensors) :])
-        if r.requires_grad
-    ]
-    del found
-    return values + [*torch.autograd.grad(learned, wanted_of(leaves), [torch.zeros_like(r) for r in learned])]
-
-
-def check_as_accurate(
-    call: Bound, ours: list[Tensor], theirs: list[Tensor], inputs: list[Tensor], slopes: list[Tensor], noise: float
-) -> None:
-    """Of the same numbers in memory of another layout, which other code may serve."""
-    exact = gradients(call.formula, [like(t, torch.float64) for t in inputs], slopes)
-    bounds = roundings(call.formula, inputs, slopes, exact)
-    scale = max((float(g.abs().max()) for g in slopes if g.numel()), default=0.0)
-    for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
-        if not results[0].is_floating_point():
-            mine, *others = results
-            # A rounding may decide between two.
-            assert ((mine == others[0]) | (mine == others[1])).all(), f"result {i}"
-            continue
-        assert_no_worse(f"result {i}", *results, scale if i >= len(slopes) else 0.0, noise, (bounds, i))
 
 
 def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[str], bool]) -> None:

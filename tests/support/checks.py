@@ -70,6 +70,8 @@ ROWS_AND_PARAMETERS = [
 
 def served_by(device: str) -> str:
     """The path that calls on `device` must take: AOT packs; if LIGER_OPS_PACK_DIR is set, JIT, or PTX without JIT."""
+    if "LIGER_OPS_INTERPRET" in os.environ:
+        return "jit"
     if device == "cpu":
         return "cpu"
     if "LIGER_OPS_PACK_DIR" not in os.environ:

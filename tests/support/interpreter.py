@@ -25,8 +25,11 @@ class Memory:
     lanes: list[tuple[int, int]] = []  # of reads: lanes are read whole, and memory is allocated in whole lanes
 
     def hold(self, tensors):
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        self.spans = sorted((start, start + size) for start, size in storages.items() if size)
+        storages = (t.untyped_storage() for t in tensors)
+        self.hold_spans((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages)
+
+    def hold_spans(self, spans):
+        self.spans = sorted({(start, end) for start, end in spans if end > start})
         self.lanes = [(start // LANE * LANE, -(-end // LANE) * LANE) for start, end in self.spans]
 
     def check(self, addresses, mask, size, reads):
@@ -219,10 +222,11 @@ def find(name):
     return next(kernel for m in modules for kernel in getattr(m, "KERNELS", ()) if kernel.name == name)
 
 
-def install():
-    # Kernels need no operator library.
-    package = sys.modules["liger_ops"] = ModuleType("liger_ops")
-    package.__path__ = [str(Path(__file__).parents[2] / "liger_ops")]
+def install(library=False):
+    """library: kernels are launched by operators. Else kernels need none, and no other module of liger_ops."""
+    if not library:
+        package = sys.modules["liger_ops"] = ModuleType("liger_ops")
+        package.__path__ = [str(Path(__file__).parents[2] / "liger_ops")]
 
     from triton.language import int1, int32
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -243,17 +247,58 @@ def install():
     InterpreterBuilder.create_splat = splat_of_bool
     guard()
     accelerate()
+    if library:
+        count_in_tensors()
+
+
+def count_in_tensors():
+    """Loops of kernels count in numbers of Triton's, not of Python's, if they do when compiled."""
+    from triton.language import constexpr, int32, tensor
+    from triton.runtime import interpreter
+
+    import liger_ops.kernels as tables
+
+    def counted(*bounds, **_):
+        plain = [b.value if isinstance(b, constexpr) else b for b in bounds]
+        if not any(isinstance(b, tensor) for b in plain):
+            return range(*plain)
+        numbers = range(*(int(b.handle.data.item()) if isinstance(b, tensor) else b for b in plain))
+        return (tensor(interpreter.TensorHandle(np.array([i], np.int32), int32), int32) for i in numbers)
+
+    tables.kernels()
+    for path, module in list(sys.modules.items()):
+        if path.startswith("liger_ops.kernels."):
+            module.range = counted
+    patch = interpreter._patch_lang
+
+    def patch_with_range(function):
+        scope = patch(function)
+        interpreter.tl.range = counted
+        return scope
+
+    interpreter._patch_lang = patch_with_range
 
 
 def guard():
     from triton.runtime import interpreter
 
-    prepare, access = interpreter.GridExecutor._init_args_hst, interpreter._interpreter
+    executor, access = interpreter.GridExecutor, interpreter._interpreter
+    prepare, restore = executor._init_args_hst, executor._restore_args_dev
+
+    def is_of_host(args):
+        # The operators' host passes addresses. Their memory is held already, and nothing is copied.
+        return any(type(a).__name__ == "Pointer" for a in args)
 
     def prepare_and_hold(self, args, kwargs):
+        if is_of_host(args):
+            return list(args), dict(kwargs)
         found, named = prepare(self, args, kwargs)
         memory.hold(t for t in (*found, *named.values()) if hasattr(t, "data_ptr"))
         return found, named
+
+    def restore_tensors(self, args, *others):
+        if not is_of_host(args):
+            restore(self, args, *others)
 
     def load(at, mask, other, dtype):
         memory.check(at, mask, np.dtype(dtype).itemsize, reads=True)
@@ -271,7 +316,7 @@ def guard():
         memory.check(at, True, value.itemsize, reads=False)
         return access.atomic_cas(at, expected, value, order)
 
-    interpreter.GridExecutor._init_args_hst = prepare_and_hold
+    executor._init_args_hst, executor._restore_args_dev = prepare_and_hold, restore_tensors
     checked = {"load": load, "store": store, "atomic_rmw": atomic_rmw, "atomic_cas": atomic_cas}
     interpreter._interpreter = SimpleNamespace(**vars(access) | checked)
 

@@ -7,6 +7,7 @@
 #include "core/aten.h"
 #include "core/checks.h"
 #include "runtime/device.h"
+#include "runtime/interpreter.h"
 #include "runtime/launch.h"
 
 // Weak, because a torch built without CUDA does not define it.
@@ -26,6 +27,9 @@ inline runtime::DType dtype_of(const at::Tensor& t) { return dtype_of(t.scalar_t
 
 inline const void* address(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline const void* address(const std::optional<at::Tensor>& t) { return t ? address(*t) : nullptr; }
+
+/// Whether kernels of the CUDA code are for this tensor.
+inline bool runs_kernels(const at::Tensor& t) { return t.is_cuda() || runtime::interprets(); }
 
 /// Programs for `count` things, `size` in each.
 inline uint32_t programs_for(int64_t count, int64_t size) { return uint32_t((count + size - 1) / size); }
@@ -60,9 +64,12 @@ void launch(
     const char* op, const at::Device& device, const Choice<K>& choice, runtime::Grid grid,
     const typename K::Args& args) {
   void* stream = nullptr;
+  auto finds_stream = [&] {
+    return aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0;
+  };
   TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0, op,
-      ": no current CUDA stream on ", device, "; this torch was built without CUDA");
+      !device.is_cuda() || finds_stream(), op, ": no current CUDA stream on ", device,
+      "; this torch was built without CUDA");
   std::string error = runtime::launch(K::kernel, choice.variant, device.index(), stream, grid, &args);
   TORCH_CHECK(error.empty(), op, ": ", error);
 }

@@ -23,7 +23,7 @@ class LowRank {
     if (!t.defined()) return;
     const auto wide = core::compute_type(like), dtype = like.scalar_type();
     ranks_ = b.size(1);
-    by_kernels_ = like.is_cuda() && at::isReducedFloatingType(dtype) && ranks_ > 0 &&
+    by_kernels_ = core::runs_kernels(like) && at::isReducedFloatingType(dtype) && ranks_ > 0 &&
         (dtype == at::kBFloat16 || b.scalar_type() == dtype);
     constexpr int64_t kStep = kernels::constants::lora_products::RANK_STEP;
     padded_ = by_kernels_ ? (ranks_ + kStep - 1) / kStep * kStep : ranks_;

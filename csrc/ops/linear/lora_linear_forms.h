@@ -87,7 +87,7 @@ constexpr int64_t kMostRanks = 32;
 /// Whether the kernels compute products of x and these adapters.
 inline bool has_kernels(const Tensor& x, const Group& g) {
   const auto dtype = x.scalar_type();
-  return x.is_cuda() && (dtype == at::kBFloat16 || (dtype == at::kHalf && has_dtype(g, at::kHalf)));
+  return core::runs_kernels(x) && (dtype == at::kBFloat16 || (dtype == at::kHalf && has_dtype(g, at::kHalf)));
 }
 
 inline bool takes_kernels(const Tensor& x, const Group& g) {
@@ -97,7 +97,7 @@ inline bool takes_kernels(const Tensor& x, const Group& g) {
 }
 
 inline bool takes_pieces(const Tensor& x, const Group& g) {
-  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && !g.a.empty() && !has_dtype(g, at::kBFloat16);
+  return core::runs_kernels(x) && x.scalar_type() == at::kBFloat16 && !g.a.empty() && !has_dtype(g, at::kBFloat16);
 }
 
 /// The dtype in which the adapters' products are computed. Kernels convert to it as they load.
@@ -291,7 +291,7 @@ inline Tensor dropped_rows(const Tensor& x, const Group& g, size_t j, at::Scalar
   const Tensor rows = x.to(dtype);
   if (g.rate(j) == 0) return rows;
   const Tensor seed = g.seeds.narrow(0, int64_t(j), 1);
-  if (x.is_cuda()) return gemm::dropped_on_cuda(kOp, rows, {seed, g.rate(j)});
+  if (core::runs_kernels(x)) return gemm::dropped_on_cuda(kOp, rows, {seed, g.rate(j)});
   return gemm::dropped_on_cpu(rows, *seed.const_data_ptr<int64_t>(), g.rate(j));
 }
 

@@ -116,10 +116,10 @@ inline at::Tensor as_rows(const at::Tensor& input) {
 
 /// The part of a buffer for the logits of `rows` tokens and `classes`.
 inline at::Tensor logits_in(const at::Tensor& buffer, int64_t rows, int64_t classes, bool has_bias) {
-  // On CPU, rows must have no gaps: on CPUs with AMX, oneDNN's GEMM (torch 2.13) reads the uninitialised gaps.
+  // On a CPU, rows must have no gaps: on CPUs with AMX, oneDNN's GEMM (torch 2.13) reads the uninitialised gaps.
   // On CUDA with a bias, rows have no gaps if classes are a multiple of 8. With gaps, ATen would add the bias after
   // rounding.
-  const bool dense = buffer.is_cpu() || (has_bias && classes % 8 == 0);
+  const bool dense = !core::runs_kernels(buffer) || (has_bias && classes % 8 == 0);
   if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
   return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
 }

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ..functions import sigmoid, sigmoid_and_slope
 from ..rows import (
+    block_and_group,
     block_rows,
     load_parameter,
     load_per_row,
@@ -43,17 +44,6 @@ NEEDS_DWEIGHT = tl.constexpr(64)
 FINAL = tl.constexpr(128)
 GATE_FIRST = tl.constexpr(256)
 SIGMOID = tl.constexpr(512)
-
-
-@triton.jit
-def block_and_group(program, groups):
-    if groups == 1:
-        block = program
-        group = program * 0
-    else:
-        block = program // groups
-        group = program - block * groups
-    return block, group
 
 
 @triton.jit

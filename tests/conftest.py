@@ -77,10 +77,10 @@ def pytest_pyfunc_call(pyfuncitem):
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if arguments.get("device") != "interpreted":
         return None
-    seed = pyfuncitem.config.getoption("--seed")
+    option = pyfuncitem.config.getoption
     kernel_process.started().ask(
-        path=str(pyfuncitem.path), function=pyfuncitem.originalname, arguments=arguments | {"device": "cpu"}, seed=seed,
-        capability=80,
+        path=str(pyfuncitem.path), function=pyfuncitem.originalname, arguments=arguments | {"device": "cpu"}, capability=80,
+        seed=option("--seed"), threads=option("--threads") or 1, onednn=not option("--no-onednn"),
     )  # fmt: skip
     return True
 

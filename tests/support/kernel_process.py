@@ -124,7 +124,9 @@ def module_at(path: str) -> ModuleType:
     return module
 
 
-def answer_to(path: str, function: str, arguments: dict[str, Any], seed: int, capability: int) -> list[str]:
+def answer_to(
+    path: str, function: str, arguments: dict[str, Any], capability: int, seed: int, threads: int, onednn: bool
+) -> list[str]:
     """Calls a function of a test's module. Returns the names of the variants that were launched."""
     import torch
 
@@ -132,6 +134,8 @@ def answer_to(path: str, function: str, arguments: dict[str, Any], seed: int, ca
     runtime().interpret(run_kernel, capability, 1)
     launched.clear()
     torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.set_flags(onednn)
     getattr(module_at(path), function)(**arguments)
     return launched
 
@@ -150,7 +154,6 @@ def serve(connection: Connection) -> None:
 
     interpreter.install(library=True)
     tracker().track_memory()
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     while True:
         try:

@@ -174,7 +174,7 @@ struct ProjectionsBackward
 };
 
 /// Puts gradients to where a node returns them. places: for each gradient of `wanted`, the edges of its tensors.
-struct Edges {
+struct GradientPlaces {
   std::vector<std::vector<size_t>> places;
 
   template <class Node>
@@ -230,7 +230,7 @@ struct ProjectionsNode : core::BackwardNode<ProjectionsNode, core::kAnyNumber> {
     for (size_t i = 0; i < 2 * count; ++i) adapters.push_back(take(3 + n + i));
     const TensorList a = TensorList(adapters).slice(0, count), b = TensorList(adapters).slice(count);
     OptionalTensors present;
-    Edges edges{{{0}, {}, {}, range(1 + 2 * n, count), range(1 + 2 * n + count, count)}};
+    GradientPlaces edges{{{0}, {}, {}, range(1 + 2 * n, count), range(1 + 2 * n + count, count)}};
     for (size_t i = 0; i < n; ++i) {
       const Tensor& weight = weights[i];
       if (!core::has_memory(weight)) core::refuse_memory(kBackward, "weight", weight);
@@ -243,6 +243,7 @@ struct ProjectionsNode : core::BackwardNode<ProjectionsNode, core::kAnyNumber> {
       }
       if (grads[i].defined()) continue;
       at::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+      // Of a layer without a weight, adapters tell the number: its result is not saved, and `present` has none.
       sizes.back() = features_of({weights, a, b, scale, of, {}, {}}, present, i);
       grads[i] = at::zeros_symint(sizes, x.options());
     }
@@ -423,7 +424,7 @@ struct LowRankInput
       const Tensor x = take(0), seeds = take(1);
       Tensors a;
       for (size_t j = 0; j < count; ++j) a.push_back(take(2 + j));
-      const lora_linear::Edges edges{{{0}, {}, {}, range(1, count)}};
+      const GradientPlaces edges{{{0}, {}, {}, range(1, count)}};
       const int64_t wanted = edges.wanted(*this);
       edges.place(*this, LowRankInputBackward::call(grads[0], x, a, wanted, scale, seeds, dropout), out);
       return out;

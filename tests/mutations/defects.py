@@ -422,6 +422,27 @@ KERNELS = [
         "tl.where(v <= 0, 0.0, 2 * v * d)", "tl.where(v <= 0, 0.0, v * d)",
         "kernels/test_every_kernel.py kernels/test_relu_squared_kernels.py -k relu_squared",
     ),
+    # Of launches, which need the interpreter too.
+    Defect(
+        "launch-layer-norm-swaps-gradients", "csrc/ops/norms/layer_norm_cuda.cpp",
+        "{dweight, dbias}, flags::FINAL", "{dbias, dweight}, flags::FINAL",
+        "kernels/test_every_kernel.py -k layer_norm",
+    ),
+    Defect(
+        "launch-gated-norm-forgets-gate-first", "csrc/ops/norms/rms_norm_gated_cuda.cpp",
+        " | (options.gate_first ? flags::GATE_FIRST : 0)", "",
+        "kernels/test_every_kernel.py -k rms_norm_gated",
+    ),
+    Defect(
+        "launch-sigmoid-gate-drops-the-residual", "csrc/ops/gated/sigmoid_gate.cpp",
+        ".flags = residual.defined() ? flags::HAS_RESIDUAL : 0};", ".flags = 0};",
+        "kernels/test_every_kernel.py -k sigmoid_gate",
+    ),
+    Defect(
+        "launch-hyper-post-leaves-a-gradient-unwritten", "csrc/ops/hyper/hyper_post.cpp",
+        "(out.streams.defined() ? constants::NEEDS_DSTREAMS : 0)", "0",
+        "kernels/test_every_kernel.py -k hyper_post",
+    ),
     Defect(
         "kernel-embedding-ignores-padding", "liger_ops/kernels/embedding/embedding.py",
         "if (mine != before) & (mine != padding_idx):", "if mine != before:",

@@ -7,9 +7,9 @@ TRITON ?= triton==3.6.0
 # Needed by the demo and the tests, which train models.
 MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "bitsandbytes>=0.50" "matplotlib>=3.9"
 # Pinned, because other versions format and check differently.
+LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 # In the folder of the package, wherever Python found it.
 clang_format = $(shell $(PYTHON) -c "import clang_format; print(clang_format.get_executable('clang-format'))")
-LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 
 # Of the site.
 SITE ?= mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings[python]==1.0.8 ruff==0.17.6

@@ -125,7 +125,7 @@ def work() -> None:
     """Answers the lines of the other process."""
     import torch
 
-    from liger_ops.doctor import calls
+    from liger_ops.reference import _calls as calls
     from liger_ops.reference import operators
 
     torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def work() -> None:
             op, size, dtype, backward = rest
             sizes = calls.SIZES | (LARGE if size == "large" else {})
             rows = LARGE_ROWS if size == "large" else calls.LEADING
-            made = calls.call(found[op], True, {}, sizes.__getitem__, rows)
+            made = calls.call(found[op], calls.optional_tensors(found[op], {}), {}, sizes.__getitem__, rows)
             arguments = with_group(op, {k: converted(v, getattr(torch, dtype)) for k, v in made.items()})
             current = lambda: step(op, arguments, backward)  # noqa: E731
             try:

@@ -14,7 +14,7 @@ import liger_ops
 
 from .._accuracy import gradients, judged, like, noise_of, roundings
 from ..reference import Operator, operators
-from .calls import calls
+from ..reference._calls import calls
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of calls with other options. fp16 differs from bf16 in casts alone.

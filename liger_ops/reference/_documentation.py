@@ -53,7 +53,7 @@ def _described(sentence: str, tensors: re.Pattern[str]) -> dict[str, Described]:
     ends = [match.start() for match in matches[1:]] + [len(sentence)]
     for match, end in zip(matches, ends):
         note = sentence[match.end() : end].strip().removesuffix(",").removesuffix("and").strip()
-        found |= {name: Described(match["shapes"], note) for name in re.split(", | and ", match["names"])}
+        found |= dict.fromkeys(re.split(", | and ", match["names"]), Described(match["shapes"], note))
     return found
 
 

@@ -3,13 +3,7 @@
 import pytest
 import vocab_parallel_cross_entropy_cases as cases
 from process_group import run_case
-from solo_group import solo_group
 from torch.cuda import device_count
-
-
-def vary(draw, arguments):
-    """For test_properties.py."""
-    arguments |= dict(group=solo_group(), classes=arguments["logits"].shape[-1])
 
 
 @pytest.mark.parametrize("case", cases.CASES.parameters())

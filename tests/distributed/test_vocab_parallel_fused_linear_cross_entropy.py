@@ -4,8 +4,6 @@ import linear_losses
 import pytest
 import vocab_parallel_fused_linear_cross_entropy_cases as cases
 from process_group import run_case
-from solo_group import solo_group
-from strategies import has_low_rank
 from torch.cuda import device_count
 
 precision = linear_losses.precision
@@ -13,12 +11,6 @@ precision = linear_losses.precision
 
 def noise(op, group, classes, class_sizes, sequence_dim, **arguments):
     return linear_losses.noise(op.removeprefix("vocab_parallel_"), **arguments)
-
-
-def vary(draw, arguments):
-    """For test_properties.py."""
-    has_low_rank(draw, arguments)
-    arguments |= dict(group=solo_group(), classes=arguments["weight"].shape[0])
 
 
 @pytest.mark.parametrize("case", cases.CASES.parameters(cases.ON_CPU))

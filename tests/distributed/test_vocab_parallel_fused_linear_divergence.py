@@ -3,7 +3,6 @@
 import pytest
 import vocab_parallel_fused_linear_divergence_cases as cases
 from process_group import run_case
-from solo_group import solo_group
 from strategies import own_test_file
 from torch.cuda import device_count
 
@@ -15,8 +14,7 @@ precision = WHOLE.precision
 
 def vary(draw, arguments):
     """For test_properties.py."""
-    WHOLE.vary(draw, arguments)
-    arguments |= dict(group=solo_group(), classes=arguments["s_weight"].shape[0], vocab_map=None)
+    arguments["vocab_map"] = None
 
 
 def noise(op, group, classes, class_sizes, sequence_dim, vocab_map, **arguments):

@@ -14,9 +14,9 @@ from checks import ROOT, run_python, successful
 
 import liger_ops
 from liger_ops import doctor
-from liger_ops.doctor import calls, installation, model, operators
+from liger_ops.doctor import installation, model, operators
 from liger_ops.reference import operators as declared
-from liger_ops.reference._calls import described_tensors
+from liger_ops.reference._calls import KEPT, calls, described_tensors
 
 FEW = ("rms_norm", "cross_entropy_", "lora_linear", "moe_router")
 
@@ -63,14 +63,14 @@ def test_every_operator_is_right(name, device):
 @pytest.mark.parametrize("operator", operators.public_operators(), ids=lambda operator: operator.__name__)
 def test_the_calls_cover_the_declaration(operator):
     """Every tensor, every choice, every flag and every number."""
-    made = list(calls.calls(operator))
+    made = list(calls(operator))
     parameters = operator.__signature__.parameters
     given = {name for call in made for name, value in call.arguments.items() if value is not None}
     assert given >= set(described_tensors(operator)) and given >= set(operator.choices)
     for name, values in operator.choices.items():
         default = parameters[name].default
         assert {call.arguments.get(name, default) for call in made} == set(values)
-    flags = {n for n, p in parameters.items() if operator.types[n] in (bool, float) and n not in calls.KEPT}
+    flags = {n for n, p in parameters.items() if operator.types[n] in (bool, float) and n not in KEPT}
     assert given >= flags
     assert len({call.text for call in made}) == len(made)
 

@@ -19,7 +19,6 @@ from checks import (
     roundings,
 )
 from pairs import pairwise
-from strategies import may_be_float32
 from torch import Tensor
 
 from liger_ops.reference import operators
@@ -41,10 +40,6 @@ LAYOUTS = {
     "every other row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
     "expanded": lambda x: x[:1].expand_as(x),
 }
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "target")
 
 
 def noise(name, input, target, shift_labels=None, reduction="", ignore_index=-100, **options):

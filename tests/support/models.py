@@ -1,5 +1,5 @@
-"""A module that calls one operator, for every operator that has a gradient. Plain operators have rows by their
-declaration; those below are of other operators, or have other shapes and options.
+"""A module that calls one operator, for every operator that has a gradient. Every operator has rows by its declaration, with
+all tensors and without the optional ones; those below have other options and shapes.
 
 B (batch) and S (sequence) vary between calls.
 """
@@ -9,23 +9,36 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from declared import is_constant, plain_operators, shapes_of
 from solo_group import SOLO, solo_group
 from stub_cuda import scratch
 from torch import Tensor, nn
 
 import liger_ops
-from liger_ops.reference import operators
+from liger_ops.reference import Operator, operators
+from liger_ops.reference._calls import (
+    Shapes,
+    described_tensors,
+    is_weight_of_one,
+    letter_of_indices,
+    optional_tensors,
+    required_options,
+    shapes_of,
+)
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
-HEADS, SIZE, WIDTH, VOCABULARY = 2, 8, 16, 24
+WIDTH, VOCABULARY, SIZE = 16, 24, 8
+# By dimension letter.
+SIZES = dict(
+    B="B", S="S", T="B", N="B", Hq=2, Hk=2, D=SIZE, R=SIZE, n=WIDTH, m=VOCABULARY, V=VOCABULARY, K=2, r=3, q=2, E=3, I=SIZE, H=WIDTH,
+    C=WIDTH, W=4, d=4,
+)  # fmt: skip
 DTYPES = {"freqs_cis": torch.complex64}
 
 
@@ -36,168 +49,129 @@ class Row(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B", "S", VOCABULARY), ("B", "S")
-QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
-NORM, GATED_NORM = dict(x=HIDDEN), dict(x=HIDDEN, gate=HIDDEN)
-ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
-BCX = dict(bcx=("B", "S", 3 * WIDTH))
-QKVZ, TWO_GROUPS = dict(x=PACKED), dict(sizes=[2, 2, 8, 4], groups=2)
-HEAD_NORMS = dict(q_weight=(SIZE,), k_weight=(SIZE,))
-GATED, LOSS, LINEAR_LOSS = (
-    dict(gate=HIDDEN, up=HIDDEN),
-    dict(logits=LOGITS, target=TARGET),
-    dict(input=HIDDEN, target=TARGET),
-)
-DIVERGENCE, CHOICE = dict(input=LOGITS, target=LOGITS), dict(logits=LOGITS, index=TARGET)
-SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
-MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
-HEADS_OF_MODELS = dict(s_weight=(VOCABULARY, WIDTH), t_weight=(VOCABULARY, WIDTH), s_bias=(VOCABULARY,))
-LOW_RANK_MODELS = dict(s_low_rank_input=("B", "S", 3), t_low_rank_input=("B", "S", 2))
-LOW_RANK_HEADS = dict(s_low_rank_weight=(VOCABULARY, 3), t_low_rank_weight=(VOCABULARY, 2))
-DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
-LOW_RANK, LOW_RANK_WEIGHT = dict(low_rank_input=("B", "S", 3)), dict(low_rank_weight=(VOCABULARY, 3))
-ADAPTERS = {"a[0]": (3, WIDTH), "a[1]": (2, WIDTH), "b[0]": (VOCABULARY, 3), "b[1]": (VOCABULARY, 2)}
-STACKED = {"weights[0]": (2 * WIDTH, WIDTH), "weights[1]": (WIDTH, WIDTH)}
-ROUTES, EXPERTS = ("B", 2), 3
-MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
-EXPERT_WEIGHTS = dict(gate_up=(EXPERTS, 2 * SIZE, WIDTH), down=(EXPERTS, WIDTH, SIZE))
-TURNED_WEIGHTS = dict(gate_up=(EXPERTS, WIDTH, 2 * SIZE), down=(EXPERTS, SIZE, WIDTH))
-EXPERT_BIASES = dict(gate_up_bias=(EXPERTS, 2 * SIZE), down_bias=(EXPERTS, WIDTH))
-EXPERT_ADAPTERS = dict(
-    gate_up_a=(EXPERTS, 3, WIDTH), gate_up_b=(EXPERTS, 2 * SIZE, 3), down_a=(EXPERTS, 2, SIZE),
-    down_b=(EXPERTS, WIDTH, 2),
-)  # fmt: skip
-GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
-STREAMS, HYPER = ("B", "S", 4, WIDTH), dict(fn=(24, 4 * WIDTH), base=(24,), scale=(3,))
-SPLIT = dict(group=SOLO, classes=VOCABULARY)
+def is_constant(operator: Operator) -> bool:
+    """Whether no result has a gradient. Such an operator's own file tests what test_every_operator.py tests of others."""
+    tensors = [name for name, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"]
+    return all(name in operator.constants for name in tensors) and bool(tensors)
+
+
+def with_batch(written: Sequence[str]) -> str:
+    """Of several shapes the first, but angles of every sample."""
+    return written[-1] if written[-1].startswith("1 or B") else written[0]
+
+
+def row(
+    op: str,
+    given: str = "",
+    options: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, str] | None = None,
+) -> Row:
+    """given: optional tensors. sizes: by letter. shapes: of tensors, as documentation writes them."""
+    operator, options = operators()[op], options or {}
+    defaults = {name: p.default for name, p in operator.__signature__.parameters.items() if p.default is not p.empty}
+    options = required_options(operator) | options
+    made = Shapes((SIZES | (sizes or {})).__getitem__, lambda: ["B", "S"], with_batch, defaults | options)
+    inputs, parameters = {}, {}
+    for name, shape in shapes_of(operator, made, given.split()).items():
+        if name in options:
+            continue
+        if isinstance(shape[0], list):
+            parameters |= {f"{name}[{i}]": tuple(of) for i, of in enumerate(shape)}
+            continue
+        shape = tuple(made.shape(shapes[name]) if name in (shapes or {}) else shape)
+        is_input = {"B", "S"} & set(shape) or described_tensors(operator)[name].is_of("indices")
+        (inputs if is_input else parameters)[name] = shape
+    absent = {name: None for name in operator.types if name not in defaults | options | inputs | parameters}
+    return Row(
+        op, inputs, parameters, options | {name: None for name in absent if "[" not in str(operator.types[name])}
+    )
 
 
 def default_rows() -> Iterator[Row]:
-    """Of plain operators: with all tensors, and without the optional ones. Tensors without "..." are parameters."""
-    for op, operator in plain_operators().items():
-        if is_constant(operator):
+    for op, operator in operators().items():
+        if operator.alias_of or is_constant(operator):
             continue
-        shapes = shapes_of(operator, ("B", "S"), WIDTH)
-        needed = {n: shape for n, shape in shapes.items() if operator.__signature__.parameters[n].default is not None}
-        for given in (shapes, needed) if needed != shapes else (shapes,):
-            inputs = {name: shape for name, shape in given.items() if shape[:2] == ("B", "S")}
-            yield Row(op, inputs, {name: shape for name, shape in given.items() if name not in inputs})
+        given = " ".join(optional_tensors(operator, {}))
+        yield row(op, given)
+        if given:
+            yield row(op)
 
+
+GEMMA, SPLIT = dict(offset=1.0, casting_mode="gemma"), dict(group=SOLO, classes=VOCABULARY)
+SECTIONS, ANGLES_OF_SECTIONS = dict(mrope_section=[1, 1, 2]), dict.fromkeys(("cos", "sin"), "(3, 1, S, R)")
+GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
+TURNED = dict(gate_up="(E, H, 2 I)", down="(E, I, H)")
+ADAPTERS = "gate_up_a gate_up_b down_a down_b"
+CLASS_WEIGHTS, LOW_RANK = "bias ce_weight token_weight", "low_rank_input low_rank_weight"
+TEACHER = dict(t_weight="(2 V, m)", t_bias="(2 V,)")
+LOW_RANKS = "s_low_rank_input s_low_rank_weight t_low_rank_input t_low_rank_weight"
 
 ROWS = [
     *default_rows(),
-    Row("rms_norm", NORM, SCALE, dict(eps=1e-5, offset=1.0, casting_mode="gemma")),
-    Row(
-        "rms_norm_gated",
-        GATED_NORM,
-        SCALE,
-        dict(offset=1.0, casting_mode="gemma", activation="sigmoid", gate_first=True, group_size=8),
-    ),
-    Row("sigmoid_gate", dict(x=HIDDEN, gate=("B", "S", 1))),
-    Row("delta_gates", dict(a=HIDDEN, b=HIDDEN), dict(a_log=(WIDTH,), dt_bias=(WIDTH,)), dict(beta_scale=2.0)),
-    Row("delta_gates", dict(a=("B", "S", WIDTH, 4), b=HIDDEN), dict(a_log=(WIDTH,), dt_bias=(WIDTH, 4))),
-    Row("delta_gates", dict(a=("B", "S", WIDTH, 4), b=HIDDEN), dict(a_log=(WIDTH,)), dict(lower_bound=-5.0)),
-    Row("hyper_pre", dict(streams=STREAMS), HYPER, dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3)),
-    Row(
-        "hyper_pre",
-        dict(streams=STREAMS),
-        dict(fn=(8, 4 * WIDTH), base=(8,), scale=(2,)),
-        dict(norm_eps=1e-5, eps=1e-6, post_scale=1.5, post_eps=1e-3),
-    ),
-    Row("hyper_post", dict(y=HIDDEN, streams=STREAMS, post=STREAMS[:3]), {}, dict(rounded=False)),
-    Row("causal_conv1d", NORM, dict(weight=(WIDTH, 4), bias=(WIDTH,))),
-    Row("causal_conv1d", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(activation="none", dilation=2)),
-    Row("causal_conv1d", NORM | dict(initial_state=("B", 2, WIDTH)), dict(weight=(WIDTH, 3))),
-    Row("causal_conv1d_split", QKVZ, dict(weight=(3 * WIDTH // 2, 4), bias=(3 * WIDTH // 2,)), TWO_GROUPS),
-    Row("causal_conv1d_split", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(sizes=[4, 4, 8])),
-    Row("short_conv", BCX, dict(weight=(WIDTH, 3), bias=(WIDTH,))),
-    Row("short_conv", BCX | dict(seq_idx=TARGET), dict(weight=(WIDTH, 4))),
-    Row("layer_norm", NORM, dict(bias=(WIDTH,))),
-    Row("rope", ROPE),
-    Row("rope", ROPE, {}, dict(interleaved=True)),
-    Row("rope", ROPE | dict(cos=(1, "S", 2), sin=(1, "S", 2)), {}, dict(trailing=True)),
-    Row("rope", ROPE, {}, dict(halves_out=True)),
-    Row("rope", ROPE | dict(cos=(3, *ANGLES), sin=(3, *ANGLES)), {}, dict(mrope_section=[1, 1, 2])),
-    Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
-    Row("qk_norm_rope", ROPE, HEAD_NORMS),
-    Row("qk_norm_rope", ROPE, HEAD_NORMS, dict(offset=1.0, casting_mode="gemma", interleaved=True)),
-    Row("qk_norm_rope", ROPE, {}, dict(q_weight=None, k_weight=None)),
-    Row("swiglu", GATED, {}, dict(limit=0.5)),
-    Row("swiglu_packed", dict(gate_up=PACKED), {}, dict(limit=0.5)),
-    Row("swiglu_linear", GATED, DOWN),
-    Row("swiglu_linear", GATED, HEAD, dict(limit=0.5)),
-    Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
-    Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
-    Row("lora_linear", dict(x=HIDDEN), DOWN | ADAPTERS, dict(scale=[0.5, 2.0])),
-    Row("lora_linear", dict(x=HIDDEN), HEAD, dict(a=[], b=[], scale=[])),
-    Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH), bias=(2 * WIDTH,))),
-    Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH)), dict(recipe="rows_hp")),
-    Row("fp8_projections", dict(x=HIDDEN), STACKED | {"biases[0]": (2 * WIDTH,), "biases[1]": (WIDTH,)}),
-    Row("fp8_projections", dict(x=HIDDEN), STACKED, dict(biases=[], recipe="rows_hp")),
-    Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH), bias=(2 * WIDTH,)), dict(recipe="tensor")),
-    Row("fp8_linear", dict(x=("B", "S", 128)), dict(weight=(256, 128)), dict(recipe="blocks")),
-    Row("embedding", dict(input=TARGET), HEAD),
-    Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
-    Row("moe_experts", MOE, EXPERT_WEIGHTS),
-    Row("moe_experts", MOE, TURNED_WEIGHTS | EXPERT_BIASES, GPT_OSS),
-    Row("moe_experts", MOE, EXPERT_WEIGHTS | EXPERT_ADAPTERS, dict(gate_up_scale=0.5, down_scale=2.0)),
-    Row("moe_experts_sorted", dict(x=("B", WIDTH), tokens_per_expert=(EXPERTS,)), EXPERT_WEIGHTS),
-    Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
-    Row("cross_entropy", LOSS, {}, dict(reduction="none")),
-    Row("cross_entropy_", LOSS),
-    Row("cross_entropy_with_metrics", LOSS),
-    Row("kl_div", DIVERGENCE, {}, dict(log_target=True)),
-    Row("kl_div", DIVERGENCE | dict(shift_labels=TARGET)),
-    Row("jsd", DIVERGENCE, {}, dict(reduction="none")),
-    Row("tvd", DIVERGENCE),
-    Row("log_probs", CHOICE),
-    Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
-    Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3)),
-    Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
-    Row("moe_router", dict(logits=LOGITS), dict(bias=(VOCABULARY,)), dict(top_k=3, score="sqrtsoftplus")),
-    Row("moe_router", dict(logits=LOGITS, experts=("B", "S", 2)), {}, dict(top_k=2, score="sqrtsoftplus")),
-    Row(
-        "moe_router",
-        dict(logits=LOGITS, token_weight=TARGET),
-        dict(bias=(VOCABULARY,)),
-        dict(top_k=2, normalize=False, statistics=True),
-    ),
-    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
-    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
-    Row(
-        "fused_linear_cross_entropy",
-        LINEAR_LOSS | dict(token_weight=TARGET),
-        DOWN | dict(ce_weight=(VOCABULARY,)),
-        dict(reduction="sum", label_smoothing=0.1),
-    ),
-    Row("fused_linear_cross_entropy", LINEAR_LOSS | LOW_RANK, DOWN | LOW_RANK_WEIGHT, dict(softcap=20.0)),
-    Row("fused_linear_cross_entropy", LINEAR_LOSS | LOW_RANK, HEAD | LOW_RANK_WEIGHT, dict(reduction="none")),
-    Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
-    Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
-    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(reduction="mean", beta=0.5)),
-    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(beta=1.0, s_softcap=20.0)),
-    Row(
-        "fused_linear_divergence",
-        MODELS | dict(vocab_map=(VOCABULARY,)),
-        HEADS_OF_MODELS | dict(t_weight=(2 * VOCABULARY, WIDTH), t_bias=(2 * VOCABULARY,)),
-        dict(reduction="sum", t_softcap=20.0),
-    ),
-    Row("fused_linear_divergence", MODELS | LOW_RANK_MODELS, HEADS_OF_MODELS | LOW_RANK_HEADS, dict(reduction="mean")),
-    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD),
-    Row("fused_linear_log_probs", LINEAR_LOSS | LOW_RANK, DOWN | LOW_RANK_WEIGHT, dict(entropy=True)),
-    Row(
-        "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
-    ),
-    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT),
-    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT | dict(entropy=True, sequence_dim=1)),
-    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(beta=0.5)),
-    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(reduction="sum", sequence_dim=1)),
-    Row("cross_entropy", LOSS, {}, SPLIT),
-    Row("cross_entropy_with_metrics", LOSS, {}, SPLIT),
-    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),
-    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT | dict(reduction="none", sequence_dim=1)),
-    Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD, SPLIT),
-    Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD, SPLIT),
+    row("rms_norm", "weight", GEMMA | dict(eps=1e-5)),
+    row("rms_norm_gated", "weight", GEMMA | dict(activation="sigmoid", gate_first=True, group_size=8)),
+    row("sigmoid_gate", shapes=dict(gate="(..., 1)")),
+    row("delta_gates", "dt_bias", dict(beta_scale=2.0)),
+    row("delta_gates", "dt_bias", shapes=dict(a="(..., n, d)", dt_bias="(n, d)")),
+    row("delta_gates", "", dict(lower_bound=-5.0), shapes=dict(a="(..., n, d)")),
+    row("hyper_pre", "", dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3)),
+    row("hyper_pre", "", dict(post_scale=1.5, post_eps=1e-3), shapes=dict(fn="(8, 4 n)", base="(8,)", scale="(2,)")),
+    row("hyper_post", "", dict(rounded=False)),
+    row("causal_conv1d", "seq_idx", dict(activation="none", dilation=2), dict(W=3)),
+    row("causal_conv1d", "initial_state", sizes=dict(W=3)),
+    row("causal_conv1d_split", "bias", dict(sizes=[2, 2, 8, 4], groups=2)),
+    row("causal_conv1d_split", "seq_idx", dict(sizes=[4, 4, 8]), dict(W=3)),
+    row("short_conv", "bias", sizes=dict(W=3)),
+    row("layer_norm", "bias"),
+    row("rope", "", dict(interleaved=True)),
+    row("rope", "", dict(trailing=True), dict(R=2)),
+    row("rope", "", dict(halves_out=True)),
+    row("rope", "", SECTIONS, shapes=ANGLES_OF_SECTIONS),
+    row("qk_norm_rope", "q_weight k_weight", GEMMA | dict(interleaved=True)),
+    row("swiglu", "", dict(limit=0.5)),
+    row("swiglu_packed", "", dict(limit=0.5)),
+    row("swiglu_linear", "", dict(limit=0.5)),
+    row("geglu_packed", "", dict(approximate="none")),
+    row("geglu_linear", "bias", dict(approximate="none")),
+    row("lora_linear", "", dict(a=[], b=[], scale=[])),
+    row("fp8_linear", "", dict(recipe="rows_hp")),
+    row("fp8_linear", "bias", dict(recipe="tensor")),
+    row("fp8_linear", "", dict(recipe="blocks")),
+    row("fp8_projections", "", dict(biases=[], recipe="rows_hp")),
+    row("embedding", "", dict(padding_idx=1)),
+    row("moe_experts", "gate_up_bias down_bias", GPT_OSS, shapes=TURNED),
+    row("moe_experts", ADAPTERS, dict(gate_up_scale=0.5, down_scale=2.0)),
+    row("cross_entropy", "", dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
+    row("cross_entropy", "", dict(reduction="none")),
+    row("kl_div", "", dict(log_target=True)),
+    row("jsd", "", dict(reduction="none")),
+    row("log_probs", "", dict(temperature=0.5, softcap=20.0, entropy=True)),
+    row("moe_router", "", dict(top_k=3)),
+    row("moe_router", "", dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
+    row("moe_router", "bias", dict(top_k=3, score="sqrtsoftplus")),
+    row("moe_router", "experts", dict(score="sqrtsoftplus")),
+    row("moe_router", "bias token_weight", dict(normalize=False, statistics=True)),
+    row("fused_linear_cross_entropy", "", dict(reduction="none", softcap=20.0)),
+    row("fused_linear_cross_entropy", CLASS_WEIGHTS, dict(reduction="sum", label_smoothing=0.1)),
+    row("fused_linear_cross_entropy", f"bias {LOW_RANK}", dict(softcap=20.0)),
+    row("fused_linear_cross_entropy", LOW_RANK, dict(reduction="none")),
+    row("fused_linear_divergence", "s_bias", dict(reduction="mean", beta=0.5)),
+    row("fused_linear_divergence", "s_bias", dict(beta=1.0, s_softcap=20.0)),
+    row("fused_linear_divergence", "s_bias t_bias vocab_map", dict(reduction="sum", t_softcap=20.0), shapes=TEACHER),
+    row("fused_linear_divergence", f"s_bias {LOW_RANKS}", dict(reduction="mean")),
+    row("fused_linear_log_probs", f"bias {LOW_RANK}", dict(entropy=True)),
+    row("fused_linear_log_probs", "", dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)),
+    row("fused_linear_log_probs", "", SPLIT),
+    row("fused_linear_log_probs", "", SPLIT | dict(entropy=True, sequence_dim=1)),
+    row("fused_linear_divergence", "s_bias", SPLIT | dict(beta=0.5)),
+    row("fused_linear_divergence", "s_bias", SPLIT | dict(reduction="sum", sequence_dim=1)),
+    row("cross_entropy", "", SPLIT),
+    row("cross_entropy_with_metrics", "", SPLIT),
+    row("fused_linear_cross_entropy", "", SPLIT),
+    row("fused_linear_cross_entropy", "", SPLIT | dict(reduction="none", sequence_dim=1)),
+    row("fused_linear_cross_entropy_with_metrics", "", SPLIT),
+    row("fused_linear_cross_entropy_with_log_probs", "", SPLIT),
 ]
 NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
 
@@ -227,7 +201,7 @@ class Call(nn.Module):
         # Results of experts stay near 1, so that rounding errors of two products do too.
         made = {k: torch.randn(s) * (s[-1] ** -0.5 if len(s) == 3 else 1.0) for k, s in row.parameters.items()}
         for k in self.fixed:
-            self.register_buffer(k, made[k])
+            self.register_buffer(k, made[k].abs() if is_weight_of_one(operators()[row.op], k) else made[k])
         self.parameters_of_op = nn.ParameterDict({k: t for k, t in made.items() if k not in self.fixed})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -241,18 +215,23 @@ class Call(nn.Module):
 def inputs_of(
     row: Row, batch: int, length: int, device: str = "cpu", requires_grad: bool = False
 ) -> tuple[Tensor, ...]:
+    operator = operators()[row.op]
+    described = described_tensors(operator)
+    count = SIZES[letter_of_indices(operator)]
+
     def make(name: str, shape: tuple) -> Tensor:
         sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
-        if shape == TARGET and name != "token_weight":
-            return torch.randint(VOCABULARY, sizes, device=device)
-        if name in ("index", "experts"):
-            return torch.randint(EXPERTS, sizes, device=device)
         if name == "vocab_map":
-            return 2 * torch.arange(*sizes, device=device)
+            return torch.arange(*sizes, device=device).flip(0)
         if name == "tokens_per_expert":
             return (torch.arange(*sizes, device=device) % 2).clamp(max=batch)
-        wanted = requires_grad and name not in ("cos", "sin", "freqs_cis", *operators()[row.op].constants)
-        return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)
+        if described[name].is_of("indices"):
+            return torch.randint(count, sizes, device=device)
+        t = torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32))
+        if described[name].is_of("bool"):
+            return t > -0.5
+        t = t.abs() if is_weight_of_one(operator, name) else t
+        return t.requires_grad_(requires_grad and name not in operator.constants)
 
     return tuple(make(name, shape) for name, shape in row.inputs.items())
 

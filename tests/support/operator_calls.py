@@ -4,15 +4,25 @@ from functools import cache
 from typing import Any
 
 import torch
-from declared import is_constant, plain_operators, shapes_of
+from models import is_constant
 from solo_group import solo_group
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from liger_ops.reference import operators
+from liger_ops.reference import _calls, operators
 
 ops = torch.ops.liger
 ROWS, N, CLASSES = 4, 8, 6
+# By dimension letter.
+SIZES = dict(
+    B=2, Hq=2, Hk=1, S=ROWS, D=N, R=N, n=N, m=5, V=CLASSES, K=1, r=3, q=2, T=ROWS, N=ROWS, E=2, I=3, H=N, C=N, W=3, d=2
+)
+# Of the operators that have them: everything is computed.
+OPTIONS = dict(entropy=True, entropy_grad=True, statistics=True, label_smoothing=0.1, sizes=[1, 1, 1, 2])
+SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+# Operators without gradients.
+QUANTIZERS = {name for name, operator in operators().items() if is_constant(operator)}
 
 
 def numbers(*shape: int) -> Tensor:
@@ -24,114 +34,21 @@ def adapters(*features: int) -> dict[str, Any]:
     return dict(a=[numbers(r, N) for r in ranks], b=[numbers(m, r) for m, r in zip(features, ranks)])
 
 
-def low_rank(prefix: str = "", classes: int = CLASSES) -> dict[str, Any]:
-    shapes = {"input": ROWS, "weight": classes}
-    return {f"{prefix}low_rank_{name}": numbers(size, 3) for name, size in shapes.items()}
-
-
-# Operators without gradients.
-QUANTIZERS = {name for name, operator in operators().items() if is_constant(operator)}
+def single(t: Tensor) -> Tensor:
+    """In single precision, without ignored rows, of which operators do not write all results."""
+    return t.detach().clamp(min=0) if t.dtype == torch.int64 else t.detach().to(SINGLE.get(t.dtype, t.dtype))
 
 
 def public_calls() -> dict[str, dict[str, Any]]:
     """A call of each public operator with all of its tensor arguments."""
-    calls = {
-        op: {name: numbers(*shape) for name, shape in shapes_of(operator, [ROWS], N).items()}
-        for op, operator in plain_operators().items()
-    }
-    rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
-    gate = dict(gate=rows, up=numbers(ROWS, N))
-    loss = dict(logits=numbers(ROWS, CLASSES), target=target, weight=numbers(CLASSES).abs(), label_smoothing=0.1)
-    rows_and_labels = dict(input=rows, target=numbers(ROWS, N), shift_labels=target)
-    linear = dict(
-        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), ce_weight=numbers(CLASSES).abs(),
-        token_weight=numbers(ROWS).abs(), **low_rank(),
-    )  # fmt: skip
-    log_probs = dict(
-        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), entropy=True, entropy_grad=True,
-        **low_rank(),
-    )  # fmt: skip
-    heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
-    experts = dict(
-        x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N),
-        gate_up_a=numbers(2, 2, N), gate_up_b=numbers(2, 6, 2), down_a=numbers(2, 1, 3), down_b=numbers(2, N, 1),
-    )  # fmt: skip
-    calls |= {
-        "hyper_pre": dict(
-            streams=numbers(ROWS, 2, N),
-            fn=numbers(8, 2 * N),
-            base=numbers(8),
-            scale=numbers(3),
-            norm_eps=1e-6,
-            eps=1e-6,
-        ),
-        # Of two streams, which no kernel serves.
-        "hyper_post": dict(y=rows, streams=numbers(ROWS, 2, N), post=numbers(ROWS, 2), comb=numbers(ROWS, 2, 2)),
-        "causal_conv1d": dict(
-            x=numbers(2, ROWS, N),
-            weight=numbers(N, 3),
-            bias=numbers(N),
-            seq_idx=target.view(1, ROWS).repeat(2, 1),
-            initial_state=numbers(2, 2, N),
-        ),
-        "causal_conv1d_split": dict(
-            x=numbers(2, ROWS, 10),
-            weight=numbers(6, 3),
-            bias=numbers(6),
-            sizes=[1, 1, 1, 2],
-            groups=2,
-            seq_idx=target.view(1, ROWS).repeat(2, 1),
-            initial_state=numbers(2, 2, 6),
-        ),
-        "short_conv": dict(
-            bcx=numbers(2, ROWS, 3 * N),
-            weight=numbers(N, 3),
-            bias=numbers(N),
-            seq_idx=target.view(1, ROWS).repeat(2, 1),
-        ),
-        "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
-        "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),
-        "qk_norm_rope": dict(**heads, q_weight=column, k_weight=numbers(N), cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
-        "embedding": dict(input=target, weight=numbers(CLASSES, N)),
-        "lora_linear": dict(x=rows, weight=numbers(5, N), **adapters(5, 5), scale=[0.5, 2.0], bias=numbers(5)),
-        "fp8_linear": dict(x=numbers(ROWS, 16), weight=numbers(32, 16), bias=numbers(32)),
-        "fp8_projections": dict(
-            x=numbers(ROWS, 16), weights=[numbers(32, 16), numbers(16, 16)], biases=[numbers(32), numbers(16)]
-        ),
-        "moe_experts": dict(**experts, index=target.view(ROWS, 1), weight=numbers(ROWS, 1)),
-        "moe_experts_sorted": dict(**experts, tokens_per_expert=torch.tensor([1, 2])),
-        "cross_entropy": loss,
-        "cross_entropy_with_metrics": loss,
-        "cross_entropy_": loss,
-        **{op: rows_and_labels for op in ("kl_div", "jsd", "tvd")},
-        "log_probs": dict(logits=numbers(ROWS, CLASSES), index=target, entropy=True),
-        "moe_router": dict(
-            logits=numbers(ROWS, CLASSES),
-            top_k=2,
-            bias=numbers(CLASSES),
-            token_weight=numbers(ROWS).abs(),
-            statistics=True,
-        ),
-        "fused_linear_cross_entropy": linear,
-        "fused_linear_cross_entropy_with_metrics": linear,
-        "fused_linear_cross_entropy_with_log_probs": linear,
-        "fused_linear_log_probs": log_probs,
-        "fused_linear_divergence": dict(
-            s_input=rows,
-            s_weight=numbers(CLASSES, N),
-            t_input=numbers(ROWS, 3),
-            t_weight=numbers(CLASSES + 2, 3),
-            s_bias=numbers(CLASSES),
-            t_bias=numbers(CLASSES + 2),
-            vocab_map=torch.arange(CLASSES) + 1,
-            mask=target > 0,
-            token_weight=numbers(ROWS).abs(),
-            **low_rank("s_"),
-            **low_rank("t_", CLASSES + 2),
-        ),
-    }
-    calls |= {op: dict(**gate, weight=numbers(5, N), bias=numbers(5)) for op in ("swiglu_linear", "geglu_linear")}
-    return calls
+
+    def of(operator: Any) -> dict[str, Any]:
+        values = {name: value for name, value in OPTIONS.items() if name in operator.types}
+        given = _calls.optional_tensors(operator, values)
+        made = _calls.call(operator, given, values, SIZES.__getitem__, [ROWS])
+        return tree_map_only(Tensor, single, made)
+
+    return {name: of(operator) for name, operator in operators().items() if not operator.alias_of}
 
 
 def product_calls() -> dict[str, dict[str, Any]]:

@@ -1,12 +1,13 @@
-"""Hypothesis strategies that draw calls of an operator from its declaration. Types and defaults come from the
-signature, shapes from the docstring (``x: (..., n), weight: (n,)``). An operator's test file may change the drawn
-arguments in a function `vary(draw, arguments)`.
+"""Hypothesis strategies that draw calls of an operator from its declaration. Types and defaults come from the signature, shapes
+and dtypes from the docstring (``x: (..., n), weight: (n,) in x's dtype or fp32``). What is special to one operator stands in
+`vary(draw, arguments)` of its test file, which may change drawn arguments.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any
 
 import layouts
 import torch
-from checks import HALF_TYPES, like
+from checks import HALF_TYPES
 from hypothesis import strategies as st
+from solo_group import solo_group
 from torch import Tensor
 
 from liger_ops.reference import Operator
-from liger_ops.reference._calls import Shapes, described_tensors, numbers
-from liger_ops.reference._documentation import Described
+from liger_ops.reference._calls import Shapes, described_tensors, fit, kinds_of, letter_of_indices, numbers, shapes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,80 +31,143 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda x, dim: x,
     **{name: change for name, change in layouts.LAYOUTS.items() if name != "one number"},
 }
+# Of options whose type alone does not say what fits.
+OPTIONS: dict[str, st.SearchStrategy] = {
+    "dilation": st.integers(1, 3),
+    "sizes": st.lists(st.integers(0, 9), min_size=3, max_size=4),
+    "groups": st.integers(1, 3),
+    "padding_idx": st.sampled_from([None, 0, -1]),
+    "lower_bound": st.sampled_from([None, -5.0]),
+    "beta_scale": st.sampled_from([1.0, 2.0]),
+    "sinkhorn": st.just(3),
+    "memory_budget": st.sampled_from([None, 12_000]),
+}
+# By dimension letter, which others than these are up to 3.
+SIZES = {
+    **dict.fromkeys("nmV", st.integers(1, 40)),
+    "C": st.integers(0, 40),
+    "W": st.integers(2, 8),
+    "D": st.integers(1, 20).map(lambda half: 2 * half),
+    **dict.fromkeys("rqd", st.integers(1, 9)),
+}
+PAIRS = ("low_rank_input", "low_rank_weight"), ("gate_up_a", "gate_up_b"), ("down_a", "down_b")
 
 
-def shapes(draw: st.DrawFn) -> Shapes:
+def draw_shapes(draw: st.DrawFn, options: dict[str, Any]) -> Shapes:
+    which = draw(st.integers(0, 1))
+
     def size_of(letter: str) -> int:
         if letter == "R":  # columns of a head that are rotated
             return 2 * draw(st.integers(1, drawn.size("D") // 2))
-        if letter == "D":
-            return 2 * draw(st.integers(1, 20))
-        return draw(st.integers(1, 40) if letter in "nmV" else st.integers(0, 3))
+        return draw(SIZES.get(letter, st.integers(0, 3)))
 
-    drawn = Shapes(
-        size_of,
-        lambda: draw(st.lists(st.integers(0, 5), max_size=3)),
-        lambda written: draw(st.sampled_from(written)),
-    )
+    def choose(written: Sequence[str]) -> str:
+        """The same of all tensors that have alternatives."""
+        return written[which % len(written)]
+
+    drawn = Shapes(size_of, lambda: draw(st.lists(st.integers(0, 5), max_size=3)), choose, options)
     return drawn
 
 
-def tensors_of(operator: Operator) -> dict[str, Described]:
-    found = described_tensors(operator)
-    wanted = {n for n, p in operator.__signature__.parameters.items() if "Tensor" in p.annotation}
-    assert wanted == set(found), f"{operator.__name__}: its docstring must give a shape (name: (..., n)) of {wanted}"
-    return found
-
-
 def option(draw: st.DrawFn, operator: Operator, p: inspect.Parameter) -> Any:
-    if p.default is p.empty:
-        return None  # set by `vary`
+    if p.name in OPTIONS:
+        return draw(OPTIONS[p.name])
+    if p.annotation == "Sequence[float]":
+        return draw(st.lists(st.sampled_from([1.0, 0.5, -1.25]), max_size=3))
+    default = 1e-4 if p.default is p.empty and p.annotation == "float" else p.default
     match p.annotation:
         case "str":
-            return draw(st.sampled_from(operator.choices.get(p.name, [p.default])))
+            return draw(st.sampled_from(operator.choices.get(p.name, [default])))
         case "bool":
             return draw(st.booleans())
         case "float":
-            return draw(st.sampled_from([p.default, 0.125, 1.0]))
+            return draw(st.sampled_from([default, 0.125, 1.0]))
         case "float | None":
-            return draw(st.sampled_from([p.default, 16.0]))
+            return draw(st.sampled_from([default, 16.0]))
+        case "int" if p.default is p.empty:
+            return None  # set by `vary`
         case "int":
-            return draw(st.sampled_from([p.default, 0]))
+            return draw(st.sampled_from([default, 0] if default < 0 else [default]))
         case "int | None" | "Sequence[int] | None":
-            return p.default
+            return default
     raise TypeError(f"{operator.__name__}: there is no strategy for {p}")
+
+
+def given_tensors(draw: st.DrawFn, operator: Operator) -> set[str]:
+    given = {name for name, kind in kinds_of(operator).items() if kind == "Tensor?" and draw(st.booleans())}
+    for name in {"seq_idx", "cu_seqlens"} & given:
+        given -= {"seq_idx", "cu_seqlens"} - {name}
+    for pair in PAIRS:
+        for prefix in ("", "s_", "t_"):
+            both = {prefix + name for name in pair}
+            given -= set() if both <= given else both
+    return given
+
+
+def value(draw: st.DrawFn, operator: Operator, name: str, shapes: Shapes, shape: Sequence[int], dtype: torch.dtype):
+    described = described_tensors(operator)[name]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    if described.is_of("indices"):
+        t = torch.randint(max(shapes.size(letter_of_indices(operator)), 1), shape, generator=generator)
+        ignore_index = shapes.options.get("ignore_index")
+        if ignore_index is not None:
+            ignored = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+            t = t.masked_fill(ignored, ignore_index)
+        t = t.sort(-1).values if name == "seq_idx" else t
+        t = t.to(draw(st.sampled_from([torch.int64, torch.int32])))
+    else:
+        t = numbers(operator, name, described, shape, generator)
+        if described.is_of("bool"):
+            t = t > -0.5
+        else:
+            t = t.to((torch.complex128 if dtype == torch.float64 else torch.complex64) if t.is_complex() else dtype)
+    if t.dim():
+        t = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](t, draw(st.integers(0, t.dim() - 1)))
+    requires_grad = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0
+    return t.requires_grad_(requires_grad)
+
+
+class Dtypes:
+    """As the documentation says: that of the call, that of another argument, or fp32 for arguments of which it says so."""
+
+    def __init__(self, draw: st.DrawFn, operator: Operator, dtype: torch.dtype) -> None:
+        self.draw, self.described, self.dtype = draw, described_tensors(operator.base or operator), dtype
+        self.wide: dict[int, bool] = {}  # those that are described together have one dtype
+
+    def of(self, name: str) -> torch.dtype:
+        note = self.described[name].note
+        if name == next(iter(self.described)):
+            return self.dtype
+        other = re.search(r"(\w+)'s? dtype", note)
+        base = self.of(other[1]) if other else self.dtype
+        if base not in HALF_TYPES or not re.search("(in|or) fp32|any floating dtype", note):
+            return base
+        key = id(self.described[name])
+        if key not in self.wide:
+            self.wide[key] = self.draw(st.booleans())
+        return torch.float32 if self.wide[key] else base
 
 
 @st.composite
 def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
     """Arguments by name."""
-    parameters, described, drawn = operator.__signature__.parameters, tensors_of(operator), shapes(draw)
-    dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1 << 20))
-    generator = torch.Generator().manual_seed(seed)
-    arguments: dict[str, Any] = {n: option(draw, operator, p) for n, p in parameters.items() if n not in described}
-    made = {}
-    for name in (n for n in parameters if n in described):
-        if parameters[name].annotation == "Sequence[Tensor]":
-            made[name] = []  # filled by `vary`
-            continue
-        if "None" in parameters[name].annotation and draw(st.booleans()):
-            made[name] = None
-            continue
-        shape = drawn.shape(described[name].shapes)
-        if described[name].is_of("indices"):
-            t = torch.randint(drawn.size("V"), shape, generator=generator)
-            if "ignore_index" in arguments:
-                ignored = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
-                t = t.masked_fill(ignored, arguments["ignore_index"])
-            t = t.to(draw(st.sampled_from([torch.int64, torch.int32])))
-        else:
-            t = numbers(operator, name, described[name], shape, generator)
-            t = t.to((torch.complex128 if dtype == torch.float64 else torch.complex64) if t.is_complex() else dtype)
-        if t.dim():
-            t = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](t, draw(st.integers(0, t.dim() - 1)))
-        requires_grad = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0
-        made[name] = t.requires_grad_(requires_grad)
-    arguments |= made
+    kinds, parameters = kinds_of(operator), operator.__signature__.parameters
+    dtypes = Dtypes(draw, operator, draw(st.sampled_from(DTYPES)))
+    arguments = {name: option(draw, operator, p) for name, p in parameters.items() if "Tensor" not in kinds[name]}
+    given, shapes = given_tensors(draw, operator), draw_shapes(draw, arguments)
+    if "group" in parameters and operator.__name__.startswith("vocab_parallel"):
+        arguments |= dict(group=solo_group(), classes=shapes.size("V"))
+    arguments |= dict.fromkeys(name for name, kind in kinds.items() if kind == "Tensor?")
+    for name, shape in shapes_of(operator, shapes, given).items():
+        is_list = kinds[name] == "Tensor[]"
+        made = [value(draw, operator, name, shapes, of, dtypes.of(name)) for of in (shape if is_list else [shape])]
+        arguments[name] = made if is_list else made[0]
+    if arguments.get("biases") and draw(st.booleans()):
+        arguments["biases"] = []
+    if "cu_seqlens" in given and shapes.size("B") == 0:
+        arguments["cu_seqlens"] = None
+    fit(arguments)
+    arguments = {name: arguments[name] for name in parameters if name in arguments}
     vary = getattr(own_test_file(operator), "vary", None)
     if vary is not None:
         vary(draw, arguments)
@@ -121,20 +185,3 @@ def own_test_file(operator: Operator) -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def has_low_rank(draw: Callable, arguments: dict[str, Any], prefix: str = "") -> None:
-    """For use in `vary`: a low-rank addend, whose tensors may be fp32, or none."""
-    pair = [f"{prefix}low_rank_input", f"{prefix}low_rank_weight"]
-    if any(arguments[name] is None for name in pair):
-        arguments |= dict.fromkeys(pair)
-    for name in pair:
-        may_be_float32(draw, arguments, name)
-
-
-def may_be_float32(draw: Callable, arguments: dict[str, Any], *names: str) -> None:
-    """For use in `vary`: these arguments may be fp32 while the others have half precision."""
-    present = [n for n in names if arguments[n] is not None]
-    if present and arguments[present[0]].dtype in HALF_TYPES and draw(st.booleans()):
-        for name in present:
-            arguments[name] = like(arguments[name], torch.float32)

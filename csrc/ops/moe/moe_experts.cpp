@@ -229,7 +229,7 @@ struct Backward : core::Private<
 
 // ---- The operators
 
-/// What both have in common. kRouted: with index and weight.
+/// What both have in common. kRouted: with index and weight, whose gradient alone reads down_bias.
 template <class Op, class Type, bool kRouted>
 struct ExpertsOperator : core::Operator<Op, Type> {
   using Forward = Results;
@@ -248,9 +248,9 @@ struct ExpertsOperator : core::Operator<Op, Type> {
       return t.defined() ? OptionalTensor(t) : std::nullopt;
     };
     const Tensor x = take(), gate_up = take(), down = take();
-    const OptionalTensor index = take_optional(kRouted), weight = take_optional(kRouted), down_bias = take_optional(),
-                         gate_up_a = take_optional(), gate_up_b = take_optional(), down_a = take_optional(),
-                         down_b = take_optional();
+    const OptionalTensor index = take_optional(kRouted), weight = take_optional(kRouted),
+                         down_bias = take_optional(kRouted), gate_up_a = take_optional(), gate_up_b = take_optional(),
+                         down_a = take_optional(), down_b = take_optional();
     Tensor pre = take();
     const Tensor routing = take(), t = take();
     int64_t wanted = node.wanted();
@@ -324,10 +324,10 @@ struct MoeExpertsSorted
   static constexpr const char* kOp = kSortedOp;
   static constexpr const char* kSchema = schemas::moe_experts_sorted;
   using Edges = core::Positions<0, 1, 2, 4, 5, 12, 13, 14, 15>;
-  // x, gate_up, down, down_bias, adapters, pre, routing, t
+  // x, gate_up, down, adapters, pre, routing, t
   using Saves = core::Saves<
-      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Argument<12>,
-      core::Argument<13>, core::Argument<14>, core::Argument<15>, core::Result<1>, core::Result<2>, core::Result<3>>;
+      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<12>, core::Argument<13>,
+      core::Argument<14>, core::Argument<15>, core::Result<1>, core::Result<2>, core::Result<3>>;
   using Autocast = core::AutocastLinear<0, 1, 2, 4, 5, 12, 13, 14, 15>;
 
   template <class Device, class... A>

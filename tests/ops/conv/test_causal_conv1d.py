@@ -4,7 +4,6 @@ import pytest
 import torch
 from causal_convolution import reference
 from checks import CPU_DTYPES, LAYOUTS, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch.nn import functional
 
@@ -208,25 +207,3 @@ def test_errors(case):
     arguments, options, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"causal_conv1d: {message}.*got "):
         conv(*arguments(), **options)
-
-
-def vary(draw, arguments):
-    """Of the property tests: shapes that fit."""
-    x, width, dilation = arguments["x"], draw(st.integers(2, 8)), draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    batch, length, n = x.shape
-    wide = x.dtype if x.dtype == torch.float64 or draw(st.booleans()) else torch.float32
-
-    def numbers(*shape, dtype=wide):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_(draw(st.booleans()))
-
-    arguments |= dict(dilation=dilation, weight=numbers(n, width), seq_idx=None, cu_seqlens=None)
-    if arguments["bias"] is not None:
-        arguments["bias"] = numbers(n)
-    if arguments["initial_state"] is not None:
-        arguments["initial_state"] = numbers(batch, (width - 1) * dilation, n, dtype=x.dtype)
-    if draw(st.booleans()):
-        ids = torch.randint(3, (batch, length), generator=generator)
-        arguments["seq_idx"] = ids.sort(1).values.to(draw(st.sampled_from([torch.int64, torch.int32])))
-    elif batch == 1:
-        arguments["cu_seqlens"] = torch.tensor([0, draw(st.integers(0, length)), length])

@@ -5,7 +5,6 @@ import torch
 from allocations import allocations
 from causal_convolution import reference as convolved
 from checks import CPU_DTYPES, LAYOUTS, check_op, equal, gradients, like, path_taken
-from hypothesis import strategies as st
 from pairs import pairwise
 from torch.utils.checkpoint import checkpoint
 
@@ -249,28 +248,3 @@ def test_errors(case):
     arguments, options, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"causal_conv1d_split: {message}.*got "):
         split(*arguments(), **options)
-
-
-def vary(draw, arguments):
-    """Of the property tests: shapes that fit."""
-    x, width, dilation = arguments["x"], draw(st.integers(2, 8)), draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    batch, length, _ = x.shape
-    sizes = draw(st.lists(st.integers(0, 9), min_size=3, max_size=4))
-    groups, n = draw(st.integers(1, 3)), sum(sizes[:3])
-    wide = x.dtype if x.dtype == torch.float64 or draw(st.booleans()) else torch.float32
-
-    def numbers(*shape, dtype=wide):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_(draw(st.booleans()))
-
-    arguments |= dict(dilation=dilation, sizes=sizes, groups=groups, seq_idx=None, cu_seqlens=None)
-    arguments |= dict(x=numbers(batch, length, groups * sum(sizes), dtype=x.dtype), weight=numbers(groups * n, width))
-    if arguments["bias"] is not None:
-        arguments["bias"] = numbers(groups * n)
-    if arguments["initial_state"] is not None:
-        arguments["initial_state"] = numbers(batch, (width - 1) * dilation, groups * n, dtype=x.dtype)
-    if draw(st.booleans()):
-        ids = torch.randint(3, (batch, length), generator=generator)
-        arguments["seq_idx"] = ids.sort(1).values.to(draw(st.sampled_from([torch.int64, torch.int32])))
-    elif batch == 1:
-        arguments["cu_seqlens"] = torch.tensor([0, draw(st.integers(0, length)), length])

@@ -4,7 +4,6 @@ import pytest
 import torch
 from causal_convolution import reference as convolved
 from checks import CPU_DTYPES, LAYOUTS, check_op, equal, gradients, like, path_taken
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch.utils.checkpoint import checkpoint
 
@@ -186,25 +185,3 @@ def test_errors(case):
     arguments, options, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"short_conv: {message}.*got "):
         conv(*arguments(), **options)
-
-
-def vary(draw, arguments):
-    """Of the property tests: shapes that fit."""
-    bcx, width = arguments["bcx"], draw(st.integers(2, 8))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    batch, length, _ = bcx.shape
-    n = draw(st.integers(0, 40))
-    wide = bcx.dtype if bcx.dtype == torch.float64 or draw(st.booleans()) else torch.float32
-
-    def numbers(*shape, dtype=wide):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_(draw(st.booleans()))
-
-    arguments |= dict(bcx=numbers(batch, length, 3 * n, dtype=bcx.dtype), weight=numbers(n, width))
-    arguments |= dict(seq_idx=None, cu_seqlens=None)
-    if arguments["bias"] is not None:
-        arguments["bias"] = numbers(n)
-    if draw(st.booleans()):
-        ids = torch.randint(3, (batch, length), generator=generator)
-        arguments["seq_idx"] = ids.sort(1).values.to(draw(st.sampled_from([torch.int64, torch.int32])))
-    elif batch == 1:
-        arguments["cu_seqlens"] = torch.tensor([0, draw(st.integers(0, length)), length])

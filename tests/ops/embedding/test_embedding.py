@@ -16,7 +16,6 @@ from checks import (
     path_taken,
     served_by,
 )
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch import Tensor
 
@@ -190,7 +189,3 @@ def test_the_module_compiled(device):
     module, input = liger_ops.nn.Embedding(10, 4, device=device), torch.arange(8, device=device)
     assert torch.equal(torch.compile(module, backend=backend, fullgraph=True)(input), module(input))
     assert not any("liger" in str(node.target) for graph in graphs for node in graph.graph.nodes)
-
-
-def vary(draw, arguments):
-    arguments["padding_idx"] = draw(st.sampled_from([None, 0, -1]))

@@ -15,7 +15,6 @@ from checks import (
     path_taken,
     sizes_around_tiles,
 )
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch import Tensor
 from torch.nn import functional
@@ -187,24 +186,3 @@ def test_errors(case):
     arguments, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"delta_gates: {message}.*got "):
         delta_gates(*arguments)
-
-
-def vary(draw, arguments):
-    """Of the property tests: a decay per channel, and parameters that fit."""
-    a, b = arguments["a"], arguments["b"]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    wide = a.dtype if a.dtype == torch.float64 or draw(st.booleans()) else torch.float32
-
-    def numbers(*shape, dtype=wide):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_(draw(st.booleans()))
-
-    columns = b.shape[-1:]
-    if draw(st.booleans()):
-        columns = (*columns, draw(st.integers(1, 9)))
-        arguments["a"] = a = numbers(*b.shape, columns[1], dtype=a.dtype)
-    elif a.shape != b.shape:
-        arguments["a"] = a = numbers(*b.shape, dtype=a.dtype)
-    arguments["a_log"] = numbers(b.shape[-1])
-    arguments["dt_bias"] = None if arguments["dt_bias"] is None else numbers(*columns)
-    arguments["lower_bound"] = draw(st.sampled_from([None, -5.0]))
-    arguments["beta_scale"] = draw(st.sampled_from([1.0, 2.0]))

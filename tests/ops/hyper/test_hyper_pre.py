@@ -133,10 +133,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *tensors: hyper_pre(*tensors, **OPTIONS, sinkhorn=4), inputs)
 
 
-def vary(draw, arguments):
-    arguments |= dict(norm_eps=1e-5, eps=1e-4, sinkhorn=3)
-
-
 STREAMS, FN, BASE, SCALE = torch.ones(3, 4, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3)
 ERRORS = {
     "integers": ((STREAMS.long(), FN, BASE, SCALE), "streams must be float32, float16, bfloat16 or float64"),

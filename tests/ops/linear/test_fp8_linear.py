@@ -28,16 +28,6 @@ pytestmark = pytest.mark.usefixtures("needs_fp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def vary(draw, arguments) -> None:
-    """Sizes that GEMMs take."""
-    unit = fitting(1, arguments.get("recipe", "rows"))
-    for name, t in arguments.items():
-        if isinstance(t, Tensor):
-            shape = [size if name == "x" and i < t.dim() - 1 else unit * size for i, size in enumerate(t.shape)]
-            made = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(t.dtype)
-            arguments[name] = made.requires_grad_(t.requires_grad)
-
-
 def make(device, dtype=torch.float32, tokens=(2, 37), n=64, m=96, recipe="rows") -> tuple[Tensor, ...]:
     """x, weight, bias and dy, of at least these sizes."""
     torch.manual_seed(0)

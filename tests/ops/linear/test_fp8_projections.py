@@ -4,7 +4,6 @@ import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, check_op, path_taken
 from fp8_recipes import RECIPES, fitting
-from hypothesis import strategies as st
 from pairs import pairwise
 from torch import Tensor
 
@@ -14,18 +13,6 @@ from liger_ops._accuracy import noise_of
 pytestmark = pytest.mark.usefixtures("needs_fp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 FEATURES = (144, 16, 32)
-
-
-def vary(draw, arguments) -> None:
-    """Weights, and sizes that GEMMs take."""
-    recipe = arguments.get("recipe", "rows")
-    unit = fitting(1, recipe)
-    features = [unit * m for m in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))]
-    given, n = arguments["x"], unit * arguments["x"].shape[-1]
-    x, weights, biases, _ = make("cpu", given.dtype, given.shape[:-1], n, features)
-    arguments["x"] = x.requires_grad_(given.requires_grad)
-    for name, tensors in dict(weights=weights, biases=biases if draw(st.booleans()) else []).items():
-        arguments[name] = [t.requires_grad_(draw(st.booleans())) for t in tensors]
 
 
 def make(

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, gradients, like, path_taken, roundings
-from hypothesis import strategies as st
 from lora_dropout import dropped, kept
 from pairs import pairwise
 from torch.nn import functional
@@ -19,24 +18,6 @@ lora_linear = torch.ops.liger.lora_linear
 def precision(x, **_):
     """Eager rounds each product, the operator some of them."""
     return x.dtype
-
-
-def vary(draw, arguments):
-    """Adapters, and x with as many columns as weight."""
-    x, weight = arguments["x"], arguments["weight"]
-    (m, n), generator = weight.shape, torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    wider = x.dtype in HALF_TYPES and draw(st.booleans())
-    dtype = torch.float32 if wider else x.dtype
-
-    def made(*shape):
-        t = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-        t = t if draw(st.booleans()) else t.t().contiguous().t()
-        return t.requires_grad_(draw(st.booleans()))
-
-    ranks = draw(st.lists(st.integers(1, 9), max_size=3))
-    arguments["a"] = [made(rank, n) for rank in ranks]
-    arguments["b"] = [made(m, rank) for rank in ranks]
-    arguments["scale"] = [draw(st.sampled_from([1.0, 0.5, -1.25])) for _ in ranks]
 
 
 def truncation(*sizes: int) -> float:

@@ -21,7 +21,6 @@ from cross_entropies import (
     with_metrics,
 )
 from pairs import pairwise
-from strategies import may_be_float32
 
 import liger_ops
 
@@ -374,7 +373,3 @@ def test_launch_counts_name_the_cpu_path():
     liger_ops.reset_launch_counts()
     cross_entropy(ONES, ZEROS)
     assert liger_ops.launch_counts()["cpu"] == 1
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "weight")

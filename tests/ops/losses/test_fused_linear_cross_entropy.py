@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, gradients, like, path_taken, roundings
-from hypothesis import strategies as st
 from linear_losses import (
     BIAS,
     INPUT,
@@ -24,7 +23,6 @@ from linear_losses import (
     with_metrics,
 )
 from pairs import pairwise
-from strategies import has_low_rank, may_be_float32
 
 import liger_ops
 
@@ -338,10 +336,3 @@ def test_launch_counts_name_the_cpu_path():
 
 # For test_properties.py.
 noise, precision = linear_losses.noise, linear_losses.precision
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "ce_weight")
-    may_be_float32(draw, arguments, "token_weight")
-    has_low_rank(draw, arguments)
-    arguments["memory_budget"] = draw(st.sampled_from([None, 12_000]))

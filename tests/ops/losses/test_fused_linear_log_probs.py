@@ -25,7 +25,6 @@ from checks import (
 )
 from linear_losses import rms_error
 from pairs import pairwise
-from strategies import has_low_rank
 
 from liger_ops import functional as F
 
@@ -67,7 +66,6 @@ noise, precision = linear_losses.noise, linear_losses.precision
 def vary(draw, arguments):
     """For test_properties.py: the terms of this mean may cancel."""
     arguments |= dict(mean_logits=False)
-    has_low_rank(draw, arguments)
 
 
 def both(found, options):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from divergences import DivergenceTests, noise, vary  # noqa: F401
+from divergences import DivergenceTests, noise  # noqa: F401
 
 
 class TestJsd(DivergenceTests):

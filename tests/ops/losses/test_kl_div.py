@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from divergences import REDUCTIONS, DivergenceTests, noise, vary  # noqa: F401
+from divergences import REDUCTIONS, DivergenceTests, noise  # noqa: F401
 
 
 class TestKlDiv(DivergenceTests):

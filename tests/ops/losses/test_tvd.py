@@ -1,7 +1,7 @@
 """tvd against its formula in fp64."""
 
 import torch
-from divergences import DivergenceTests, noise, vary  # noqa: F401
+from divergences import DivergenceTests, noise  # noqa: F401
 
 
 class TestTvd(DivergenceTests):

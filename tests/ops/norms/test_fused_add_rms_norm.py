@@ -16,7 +16,6 @@ from checks import (
 )
 from normalization import rms_norm as normalise
 from pairs import either_or_both, pairwise, sizes_by_device
-from strategies import may_be_float32
 from torch import Tensor
 
 fused = torch.ops.liger.fused_add_rms_norm
@@ -278,7 +277,3 @@ def test_errors(case, requires_grad):
 
 def noise(name, x, residual, weight, eps, offset, casting_mode):
     return tuple(normalization.noise(2, [x, residual], x + residual, weight, eps, offset=offset))
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "weight")

@@ -14,7 +14,6 @@ from checks import (
     sizes_around_tiles,
 )
 from pairs import either_or_both, pairwise, sizes_by_device
-from strategies import may_be_float32
 from torch import Tensor
 
 layer_norm = torch.ops.liger.layer_norm
@@ -195,7 +194,3 @@ def test_errors(case, requires_grad):
 
 def noise(name, x, weight, bias, eps):
     return tuple(normalization.noise(1, [x], x, weight, eps, centred=True))
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "weight", "bias")

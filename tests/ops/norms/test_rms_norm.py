@@ -14,7 +14,6 @@ from checks import (
 )
 from normalization import rms_norm as reference
 from pairs import either_or_both, pairwise, sizes_by_device
-from strategies import may_be_float32
 
 rms_norm = torch.ops.liger.rms_norm
 
@@ -166,7 +165,3 @@ def test_errors(case):
 
 def noise(name, x, weight, eps, offset, casting_mode):
     return tuple(normalization.noise(1, [x], x, weight, eps, offset=offset))
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "weight")

@@ -18,7 +18,6 @@ from checks import (
 from hypothesis import strategies as st
 from normalization import rms_norm_gated as reference
 from pairs import either_or_both, pairwise, sizes_by_device
-from strategies import may_be_float32
 
 gated = torch.ops.liger.rms_norm_gated
 KERNELS = "rms_norm_gated_fwd", "rms_norm_gated_bwd"
@@ -302,6 +301,5 @@ def noise(name, x, gate, weight, eps, offset, casting_mode, **options):
 
 
 def vary(draw, arguments):
-    may_be_float32(draw, arguments, "weight")
     n = arguments["x"].shape[-1]
     arguments["group_size"] = draw(st.sampled_from([None, *(size for size in range(1, n + 1) if n % size == 0)]))

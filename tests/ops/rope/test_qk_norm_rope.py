@@ -15,7 +15,6 @@ from checks import (
 from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from rotations import ANGLE_LAYOUTS, LAYOUTS, Probe, angles, heads, reference_qk_norm_rope
-from strategies import may_be_float32
 
 qk_norm_rope = torch.ops.liger.qk_norm_rope
 
@@ -351,9 +350,6 @@ def noise(name, q, q_weight, k_weight, **others):
 def vary(draw, arguments):
     if "cos" not in arguments:
         return
-    if arguments["q"].dtype in HALF_TYPES:
-        may_be_float32(draw, arguments, "cos", "sin")
-        may_be_float32(draw, arguments, "q_weight", "k_weight")
     if draw(st.booleans()):
         pairs = arguments["cos"].shape[-1] // 2
         first, second = sorted(draw(st.lists(st.integers(0, pairs), min_size=2, max_size=2)))

@@ -13,7 +13,6 @@ from checks import (
 from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from rotations import ANGLE_LAYOUTS, LAYOUTS, Probe, angles, heads, reference, reference_freqs_cis
-from strategies import may_be_float32
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
 
@@ -412,7 +411,6 @@ def test_complex_errors(case):
 def vary(draw, arguments):
     if "cos" not in arguments:
         return
-    may_be_float32(draw, arguments, "cos", "sin")
     if arguments["trailing"]:
         for name in ("cos", "sin"):
             arguments[name] = arguments[name][..., : arguments[name].shape[-1] // 2]

@@ -18,14 +18,15 @@ struct Stats {
 /// What the elements of a row need.
 template <class C>
 struct Row {
-  C s_peak, t_peak, of_s, of_t, offset, inverse, beta, mean;
+  C s_peak, t_peak, of_s, of_t, shift, offset, inverse, beta, mean;
 
   Row(const Stats<C>& of, C temperature, C weight)
       : s_peak(of.s_peak),
         t_peak(of.t_peak),
         of_s(1 / of.s_total),
         of_t(1 / of.t_total),
-        offset((of.s_peak - of.t_peak) + std::log(of.s_total / of.t_total) * temperature),
+        shift(of.s_peak - of.t_peak),
+        offset(shift + std::log(of.s_total / of.t_total) * temperature),
         inverse(1 / temperature),
         beta(weight),
         mean(of.mean) {}
@@ -106,12 +107,12 @@ void write_gradient(int32_t kind, C* out, const C* v_s, const C* v_t, int64_t n,
     for (int64_t i = 0; i < n; ++i) {
       const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
       const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
-      const C difference = difference_of(v_s[i], v_t[i]), d = (difference - row.offset) * row.inverse;
+      const C d = (difference_of(v_s[i], v_t[i]) - row.offset) * row.inverse;
       C slope;
       if constexpr (kKind == kinds::FORWARD) {
         slope = std::fabs(d) < C(kNear) ? p_t * series_expm1(d) : p_s - p_t;
       } else if constexpr (kKind == kinds::REVERSE) {
-        slope = p_s == 0 ? C(0) : p_s * ((difference - row.mean) * row.inverse);
+        slope = p_s == 0 ? C(0) : p_s * (d - row.mean);
       } else {
         slope = p_s == 0 ? C(0) : p_s * ((row.beta - 1) * (mixture(p_s, p_t, d, row.beta).level + row.mean));
       }
@@ -167,7 +168,9 @@ struct CpuRows {
       }
       const auto [s_peak, s_total, exponents, differences, t_peak, t_total] = facts;
       r.entropy.data_ptr<C>()[row] = C(std::log(s_total) - exponents / s_total);
-      of = {C(s_peak), C(s_total), C(t_peak), C(t_total), C(differences / s_total)};
+      of = {C(s_peak), C(s_total), C(t_peak), C(t_total), C(0)};
+      const Row<C> numbers(of, temperature, beta);
+      of.mean = C((differences / s_total - (double(numbers.offset) - numbers.shift)) * inverse);
     }
     if (adds) {
       double divergence = 0, mean = 0;
@@ -199,8 +202,8 @@ struct CpuRows {
     ExpSums of_s, of_t;
     for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
       vectorized<C>([&] {
-        add_exps(v_s, v_t, count, s_peak, inverse, of_s);
-        add_exps(v_t, nullptr, count, t_peak, inverse, of_t);
+        add_exps(v_s, v_t, s_peak - t_peak, count, s_peak, inverse, of_s);
+        add_exps(v_t, nullptr, C(0), count, t_peak, inverse, of_t);
       });
     });
     return {double(s_peak), of_s.total, of_s.exponents, of_s.differences, double(t_peak), of_t.total};

@@ -159,18 +159,24 @@ inline Tensor join_facts(const Tensor& facts, int64_t dim, double temperature) {
   };
   const Tensor s_shift = away(of(0), s_top), s_scale = s_shift.exp();
   const Tensor s_totals = of(1) * s_scale, t_totals = of(5) * away(of(4), t_top).exp();
+  // Differences of logits are relative to that of the peaks.
+  const Tensor moved = (of(0) - of(4)) - (s_top - t_top).unsqueeze(dim);
+  const Tensor pulls = of(3) * s_scale + (s_totals * moved).masked_fill(s_totals == 0, 0);
   return at::stack(
-      {s_top, s_totals.sum(dim), (of(2) * s_scale + s_totals * s_shift).sum(dim), (of(3) * s_scale).sum(dim), t_top,
+      {s_top, s_totals.sum(dim), (of(2) * s_scale + s_totals * s_shift).sum(dim), pulls.sum(dim), t_top,
        t_totals.sum(dim)},
       1);
 }
 
 /// Writes the statistics and the entropy.
-inline void store_facts(const Tensor& facts, Rows& r) {
+inline void store_facts(const Tensor& facts, double temperature, Rows& r) {
   auto of = [&](int64_t i) { return facts.select(1, i); };
   auto counted = [&](const Tensor& t) { return r.mask.defined() ? t.masked_fill(r.mask.logical_not(), 0) : t; };
   r.entropy.copy_(counted(of(1).log() - of(2) / of(1)));
-  const Tensor numbers[] = {of(0), of(1), of(4), of(5), of(3) / of(1)};
+  // As rows compute it.
+  const Tensor shift = of(0) - of(4), offset = shift + (of(1) / of(5)).log() * temperature;
+  const Tensor mean = (of(3) / of(1) - (offset - shift)) / temperature;
+  const Tensor numbers[] = {of(0), of(1), of(4), of(5), mean};
   for (int64_t i = 0; i < 5; ++i) r.stats.select(0, i).copy_(counted(numbers[i]));
 }
 
@@ -400,7 +406,7 @@ struct ChunkPass : Pass<ChunkPlan> {
       for (int64_t peak : {0, 4}) r.facts.select(2, peak).fill_(std::numeric_limits<float>::lowest());
     }
     const Tensor mine = join_facts(r.facts, 1, o.temperature).contiguous();
-    store_facts(join_facts(shard.group->all_gather(mine).wait(), 0, o.temperature), r);
+    store_facts(join_facts(shard.group->all_gather(mine).wait(), 0, o.temperature), o.temperature, r);
     r.phase = Phase::Values;
     r.keeps = waits;
     const Tensor dlogits = r.dlogits;

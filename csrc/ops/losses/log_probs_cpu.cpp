@@ -39,7 +39,7 @@ Stats<C> scan_row(const CpuRows<C>& a, const Logits<C>& x) {
   const C peak = peak_of(x, a.n), inverse = 1 / a.temperature;
   ExpSums sums;
   for_blocks(x, a.n, [&](int64_t, int64_t count, const C* v) {
-    vectorized<C>([&] { add_exps(v, nullptr, count, peak, inverse, sums); });
+    vectorized<C>([&] { add_exps(v, nullptr, C(0), count, peak, inverse, sums); });
   });
   return {peak, C(sums.total), C(sums.exponents / sums.total)};
 }

@@ -79,9 +79,10 @@ C difference_of(C v, C other) {
   return v == other ? C(0) : v - other;
 }
 
-/// Adds the terms of x = (v - peak) * inverse. Without `other`, which is nullptr then, there are no differences.
+/// Adds the terms of x = (v - peak) * inverse. Differences are v - other - shift; without `other`, which is nullptr then,
+/// there are none.
 template <class C, class Other>
-void add_exps(const C* v, Other other, int64_t n, C peak, C inverse, ExpSums& sums) {
+void add_exps(const C* v, Other other, C shift, int64_t n, C peak, C inverse, ExpSums& sums) {
   constexpr bool kHasOther = !std::is_null_pointer_v<Other>;
   C total = 0, exponents = 0, differences = 0;
 #pragma omp simd reduction(+ : total, exponents, differences)
@@ -91,7 +92,7 @@ void add_exps(const C* v, Other other, int64_t n, C peak, C inverse, ExpSums& su
     exponents += e * x;
     if constexpr (kHasOther) {
       const C difference = difference_of(v[i], other[i]);
-      differences += e == 0 ? C(0) : e * difference;
+      differences += e == 0 ? C(0) : e * (difference - shift);
     }
   }
   sums.total += total;

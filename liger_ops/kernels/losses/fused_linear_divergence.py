@@ -22,7 +22,7 @@ arrived: zeros, the number of programs that started, then one counter per row. I
 the gradient (KEEPS).
 
 stats: (5, tokens), for a gradient that is computed later: largest v_s, sum of exponentials relative to it, the same of
-the teacher, and the mean; in REVERSE that of v_s - v_t.
+the teacher, and the mean.
 """
 
 import triton
@@ -130,15 +130,27 @@ def mixture(p_s, p_t, d, beta):
 
 
 @triton.jit
-def gradient_of(p_s, p_t, gap, d, level, mean, beta, inverse, KIND: tl.constexpr):
+def offset_of(s_peak, s_total, t_peak, t_total, inverse):
+    """The difference of the normalisers."""
+    return (s_peak - t_peak) + tl.log(tl.div_rn(s_total, t_total)) / inverse
+
+
+@triton.jit
+def gradient_of(p_s, p_t, d, level, mean, beta, KIND: tl.constexpr):
     """level: log m - log p_s"""
     if KIND == FORWARD:
         slope = tl.where(tl.abs(d) < NEAR, p_t * series_expm1(d), p_s - p_t)
     elif KIND == REVERSE:
-        slope = tl.where(p_s == 0, 0.0, p_s * ((gap - mean) * inverse))
+        slope = tl.where(p_s == 0, 0.0, p_s * (d - mean))
     else:
         slope = tl.where(p_s == 0, 0.0, p_s * ((beta - 1) * (level + mean)))
     return slope
+
+
+@triton.jit
+def moved(pull, total, shift, new_shift):
+    """The sum of e * (v_s - v_t - shift) for another shift."""
+    return pull + tl.where(total == 0, 0.0, total * (shift - new_shift))
 
 
 @triton.jit
@@ -147,6 +159,7 @@ def joined(s_peak, s_total, s_spread, pull, t_peak, t_total, factor):
     s_top = tl.max(s_peak, axis=0)
     t_top = tl.max(t_peak, axis=0)
     _, t_scale = power_of(t_peak, t_top, factor)
+    pull = moved(pull, s_total, s_peak - t_peak, s_top - t_top)
     s_total, s_spread, s_scale = rebased(s_total, s_spread, s_peak, s_top, factor)
     return (
         s_top, tl.sum(s_total, axis=0), tl.sum(s_spread, axis=0), tl.sum(pull * s_scale, axis=0), t_top,
@@ -172,7 +185,8 @@ def scan_span(
     KIND: tl.constexpr, CAPPED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """(peak, total, spread, pull, peak of the teacher, total of the teacher). spread: sum of 2 ** exponent * exponent;
-    pull: sum of 2 ** exponent * (v_s - v_t), for REVERSE only. Every lane keeps its own."""
+    pull: sum of 2 ** exponent * (v_s - v_t), relative to the difference of the peaks, for REVERSE only. Every lane keeps its
+    own."""
     s_peak = tl.full([LANES], LOWEST, tl.float32)
     t_peak = tl.full([LANES], LOWEST, tl.float32)
     s_total = tl.zeros([LANES], tl.float32)
@@ -205,6 +219,8 @@ def scan_span(
             new_t = tl.maximum(new_t, tl.max(v_t, axis=1))
             s_tiles = s_tiles + (v_s,)
             t_tiles = t_tiles + (v_t,)
+        if KIND == REVERSE:
+            pull = moved(pull, s_total, s_peak - t_peak, new_s - new_t)
         s_total, s_spread, scale = rebased(s_total, s_spread, s_peak, new_s, factor)
         pull *= scale
         _, scale = power_of(t_peak, new_t, factor)
@@ -214,7 +230,9 @@ def scan_span(
             s_total += tl.sum(e, axis=1)
             s_spread += tl.sum(e * exponent, axis=1)
             if KIND == REVERSE:
-                pull += tl.sum(tl.where(e == 0, 0.0, e * gap_of(s_tiles[i], t_tiles[i])), axis=1)
+                pull += tl.sum(
+                    tl.where(e == 0, 0.0, e * (gap_of(s_tiles[i], t_tiles[i]) - (new_s - new_t)[:, None])), axis=1
+                )
             _, e = power_of(t_tiles[i], new_t[:, None], factor)
             t_total += tl.sum(e, axis=1)
         s_peak = new_s
@@ -299,7 +317,9 @@ def fused_linear_divergence_rows_kernel(
                     share_of(shares, first, 2, parts), share_of(shares, first, 3, parts),
                     share_of(shares, first, 4, parts), share_of(shares, first, 5, parts), factor,
                 )  # fmt: skip
-                mean = tl.div_rn(pull, s_total)
+                # Relative to the offset as it was rounded.
+                rest = offset_of(s_peak, s_total, t_peak, t_total, inverse) - (s_peak - t_peak)
+                mean = (tl.div_rn(pull, s_total) - rest) * inverse
                 tl.store(entropy + row, tl.log(s_total) - tl.div_rn(s_spread * LN2, s_total), mask=leads)
                 saves = leads & ((flags & SAVES) != 0)
                 tl.store(stats + row, s_peak, mask=saves)
@@ -307,7 +327,7 @@ def fused_linear_divergence_rows_kernel(
                 tl.store(stats + stats_stride * 2 + row, t_peak, mask=saves)
                 tl.store(stats + stats_stride * 3 + row, t_total, mask=saves)
                 tl.store(stats + stats_stride * 4 + row, mean, mask=saves)
-            offset = (s_peak - t_peak) + tl.log(tl.div_rn(s_total, t_total)) / inverse
+            offset = offset_of(s_peak, s_total, t_peak, t_total, inverse)
             of_s = tl.div_rn(1.0, s_total)
             of_t = tl.div_rn(1.0, t_total)
             if (KIND != MIXTURE) | ((flags & VALUES) != 0):
@@ -330,8 +350,7 @@ def fused_linear_divergence_rows_kernel(
                     _, p_t = power_of(v_t, t_peak, factor)
                     p_s *= of_s
                     p_t *= of_t
-                    gap = gap_of(v_s, v_t)
-                    d = (gap - offset) * inverse
+                    d = (gap_of(v_s, v_t) - offset) * inverse
                     if KIND == FORWARD:
                         total += tl.where(inside, relative_entropy(p_t, p_s, -d), 0.0)
                     elif KIND == REVERSE:
@@ -343,7 +362,7 @@ def fused_linear_divergence_rows_kernel(
                         if flags & KEEPS:
                             store_span(t_row, cols, level, inside, whole)
                     if (KIND != MIXTURE) & writes:
-                        dx = gradient_of(p_s, p_t, gap, d, 0.0, mean, beta, inverse, KIND) * (g * slope)
+                        dx = gradient_of(p_s, p_t, d, 0.0, mean, beta, KIND) * (g * slope)
                         store_span(d_row, cols, dx, inside, whole)
                 tl.store(values + program * 2, tl.sum(total, axis=0), mask=(flags & VALUES) != 0)
                 tl.store(values + program * 2 + 1, tl.sum(shares_of_mean, axis=0), mask=(flags & VALUES) != 0)
@@ -375,7 +394,7 @@ def fused_linear_divergence_rows_kernel(
                             )
                             _, p_t = power_of(v_t, t_peak, factor)
                             _, level = mixture(p_s, p_t * of_t, (gap_of(v_s, v_t) - offset) * inverse, beta)
-                        dx = gradient_of(p_s, 0.0, 0.0, 0.0, level, mean, beta, inverse, KIND) * (g * slope)
+                        dx = gradient_of(p_s, 0.0, 0.0, level, mean, beta, KIND) * (g * slope)
                         store_span(d_row, cols, dx, inside, whole)
     else:
         idle = leads & ((flags & KNOWN) == 0)

@@ -79,8 +79,8 @@ C difference_of(C v, C other) {
   return v == other ? C(0) : v - other;
 }
 
-/// Adds the terms of x = (v - peak) * inverse. Differences are v - other - shift; without `other`, which is nullptr then,
-/// there are none.
+/// Adds the terms of x = (v - peak) * inverse. Differences are v - other - shift; there are none without `other`, which
+/// is nullptr then.
 template <class C, class Other>
 void add_exps(const C* v, Other other, C shift, int64_t n, C peak, C inverse, ExpSums& sums) {
   constexpr bool kHasOther = !std::is_null_pointer_v<Other>;

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, partial_upstream, randn, spread
+from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, check_row, randn, spread
+from models import ROWS, Row
 from pairs import pairs_of
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
@@ -14,99 +15,50 @@ from torch.distributed.tensor import Placement, Shard
 from liger_ops import functional as F
 
 CASES = DTensorCases()
-case, case_2d = CASES.case, CASES.case_2d
+case = CASES.case
 
 # Sizes that do not divide by four devices.
-X, W, B = randn(5, 7, 24), randn(24), randn(24) + 1
-DECAY = dict(a_log=randn(24), dt_bias=randn(24))
-NUMBERS = dict(alpha_p=randn(1), alpha_n=randn(1))
-STREAMS = randn(5, 7, 4, 24)
-HYPER = dict(fn=randn(24, 4 * 24) / 10, base=randn(24), scale=randn(3))
-hyper_pre = partial(F.hyper_pre, norm_eps=1e-5, eps=1e-4, sinkhorn=3)
+X, W = randn(5, 7, 24), randn(24)
+BY_ROWS = {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
 
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
-    case(f"rms_norm {where}", F.rms_norm, dict(x=X, weight=W), dict(x=p, weight=R), p)
-    case(f"rms_norm without weight {where}", F.rms_norm, dict(x=X), dict(x=p), p)
-    case(f"layer_norm {where}", F.layer_norm, dict(x=X, weight=W, bias=B), dict(x=p, weight=R, bias=R), p)
-    case(
-        f"fused_add_rms_norm {where}",
-        F.fused_add_rms_norm,
-        dict(x=X, residual=X + 1, weight=W),
-        dict(x=p, residual=p, weight=R),
-        [p, p],
-    )
-    case(f"rms_norm_gated {where}", F.rms_norm_gated, dict(x=X, gate=X + 1, weight=W), dict(x=p, gate=p, weight=R), p)
-    case(
-        f"sigmoid_gate with numbers of rows and a residual {where}",
-        F.sigmoid_gate,
-        dict(x=X, gate=X[..., :1] + 1, residual=X - 1),
-        dict(x=p, gate=p, residual=p),
-        p,
-    )
-    case(
-        f"hyper_pre {where}",
-        hyper_pre,
-        dict(streams=STREAMS, **HYPER),
-        dict(streams=p, fn=R, base=R, scale=R),
-        [p, p, p],
-    )
-    case(
-        f"hyper_post {where}",
-        F.hyper_post,
-        dict(y=X, streams=STREAMS, post=randn(5, 7, 4), comb=randn(5, 7, 4, 4)),
-        dict(y=p, streams=p, post=p, comb=p),
-        p,
-    )
-    for op in (F.swiglu_packed, F.geglu_packed):
-        case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
-    case(f"limited swiglu {where}", partial(F.swiglu, limit=0.5), dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
+# ---- Calls of models.py, whose inputs are rows
 
-for where, p, column in (("replicated", R, R), ("by batch", Shard(0), R), ("by columns", Shard(2), Shard(0))):
-    case(
-        f"causal_conv1d {where}",
-        F.causal_conv1d,
-        dict(x=X, weight=randn(24, 4), bias=B),
-        dict(x=p, weight=column, bias=column),
-        p,
-    )
 
-for where, p in {"replicated": R, "by batch": Shard(0)}.items():
-    case(
-        f"causal_conv1d_split {where}",
-        partial(F.causal_conv1d_split, sizes=[2, 2, 4, 4], groups=2),
-        dict(x=X, weight=randn(16, 4), bias=randn(16)),
-        dict(x=p, weight=R, bias=R),
-        [p] * 4,
-    )
-    case(
-        f"short_conv {where}",
-        F.short_conv,
-        dict(bcx=X, weight=randn(8, 3), bias=randn(8)),
-        dict(bcx=p, weight=R, bias=R),
-        p,
-    )
+def is_of_rows(row: Row) -> bool:
+    others = ("conv", "fp8", "glu_linear", "fused_linear", "cross_entropy", "moe_", "kl_div", "jsd", "tvd")
+    return not any(word in row.op for word in others) and all(s[:2] == ("B", "S") for s in row.inputs.values())
 
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by columns": Shard(2)}.items():
-    for op in (F.swiglu, F.geglu):
-        case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
-    case(f"relu_squared {where}", F.relu_squared, dict(x=X), dict(x=p), p)
-    case(f"sigmoid_gate {where}", F.sigmoid_gate, dict(x=X, gate=X + 1), dict(x=p, gate=p), p)
-    case(f"xielu {where}", F.xielu, dict(x=X, **NUMBERS), dict(x=p, alpha_p=R, alpha_n=R), p)
-    heads = Shard(0) if p == Shard(2) else R
-    case(
-        f"delta_gates {where}",
-        F.delta_gates,
-        dict(a=X, b=X + 1, **DECAY),
-        dict(a=p, b=p, a_log=heads, dt_bias=heads),
-        [p, p],
-    )
+
+def add_row(row: Row, where: str, inputs: Placement, **more: Any) -> None:
+    """Of several calls of an operator, each has its number."""
+    same = [other for other in ROWS if other.op == row.op]
+    number = next(i for i, other in enumerate(same) if other is row)
+    CASES.add(f"{row.op}{f' {number}' * bool(number)} {where}", check_row, row=row, inputs=inputs, **more)
+
+
+FIRST = list({row.op: row for row in reversed(ROWS)}.values())
+for row in filter(is_of_rows, ROWS):
+    quick = [*BY_ROWS] if any(row is first for first in FIRST) else ["by sequence"]
+    for where, p in BY_ROWS.items():
+        add_row(row, where, p, thorough=where not in quick)
+for row in FIRST:
+    if "conv" in row.op:
+        for where in ("replicated", "by batch"):
+            add_row(row, where, BY_ROWS[where])
+    if row.op in ("swiglu", "geglu", "relu_squared", "sigmoid_gate", "xielu", "delta_gates", "causal_conv1d"):
+        of_columns = Shard(0) if row.op in ("delta_gates", "causal_conv1d") else R
+        add_row(row, "by columns", Shard(2), parameters=of_columns)
+    # As a column-parallel linear layer's backward returns upstream gradients.
+    reduced = ("rms_norm", "rms_norm_gated", "layer_norm")
+    if row.op in (*reduced, "swiglu", "sigmoid_gate", "swiglu_packed", "relu_squared", "xielu"):
+        wanted = dict(backward={REDUCE: 1}, gradients=R) if row.op in reduced else dict(gradients=SUM)
+        add_row(row, "with a partial upstream gradient", R, upstream=SUM, **wanted)
 
 # The rows are gathered, and in backward again.
 case(
     "rms_norm by columns",
     F.rms_norm,
-    dict(x=X, weight=W),
-    dict(x=Shard(2), weight=R),
+    dict(x=(X, Shard(2)), weight=(W, R)),
     R,
     forward={GATHER: 1},
     backward={GATHER: 1},
@@ -116,19 +68,19 @@ case(
 
 Q, K = randn(5, 6, 7, 8).transpose(1, 2), randn(5, 6, 4, 8).transpose(1, 2)  # (B, H, S, D)
 COS, SIN = randn(6, 8), randn(6, 8) + 1
-OF_HEADS = dict(q_weight=randn(8), k_weight=randn(8) + 1)
+OF_HEADS = dict(q_weight=(randn(8), R), k_weight=(randn(8) + 1, R))
 
 
 def rotary_cases(
     where: str, q: Placement, k: Placement, angles: Placement = R, cos: Tensor = COS, sin: Tensor = SIN
 ) -> None:
-    tensors, placements = dict(q=Q, k=K, cos=cos, sin=sin), dict(q=q, k=k, cos=angles, sin=angles)
-    case(f"rope {where}", F.rope, tensors, placements, [q, k])
-    case(f"rope into halves {where}", partial(F.rope, halves_out=True), tensors, placements, [q, k])
-    last = tensors | dict(cos=cos[..., :3], sin=sin[..., :3])
-    case(f"rope of the last pairs {where}", partial(F.rope, trailing=True), last, placements, [q, k])
-    weights = dict.fromkeys(OF_HEADS, R)
-    case(f"qk_norm_rope {where}", F.qk_norm_rope, {**tensors, **OF_HEADS}, {**placements, **weights}, [q, k])
+    heads = dict(q=(Q, q), k=(K, k))
+    given = heads | dict(cos=(cos, angles), sin=(sin, angles))
+    last = heads | dict(cos=(cos[..., :3], angles), sin=(sin[..., :3], angles))
+    case(f"rope {where}", F.rope, given, [q, k])
+    case(f"rope into halves {where}", partial(F.rope, halves_out=True), given, [q, k])
+    case(f"rope of the last pairs {where}", partial(F.rope, trailing=True), last, [q, k])
+    case(f"qk_norm_rope {where}", F.qk_norm_rope, given | OF_HEADS, [q, k])
 
 
 rotary_cases("replicated", R, R)
@@ -142,52 +94,33 @@ rotary_cases("by batch, with its positions", Shard(0), Shard(0), Shard(0), randn
 
 IDS = torch.randint(10, (5, 7), generator=torch.Generator().manual_seed(0))
 for padding in (None, 3):
-    for where, rows, columns, result in (("batch", Shard(0), R, Shard(0)), ("columns", R, Shard(1), Shard(2))):
-        case(
-            f"embedding by {where}{' with padding' * (padding is not None)}", F.embedding,
-            dict(input=IDS, weight=randn(10, 24)), dict(input=rows, weight=columns), result, padding_idx=padding,
-        )  # fmt: skip
+    given = dict(input=(IDS, R), weight=(randn(10, 24), Shard(1)))
+    name = f"embedding by columns{' with padding' * (padding is not None)}"
+    case(name, F.embedding, given, Shard(2), padding_idx=padding)
 
-# ---- Divergences and log-probabilities
+# ---- Divergences
 
 STUDENT, TEACHER = (randn(5, 7, 24 + i)[..., :24].log_softmax(-1) for i in range(2))
 LABELS = torch.randint(-1, 3, (5, 7), generator=torch.Generator().manual_seed(0))
-ROWS, REDUCTIONS = (
-    {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)},
-    ("none", "sum", "mean", "batchmean"),
-)
-PAIRS = pairs_of(ROWS, (F.kl_div, F.jsd, F.tvd), REDUCTIONS, (False, True))
-for where, p in ROWS.items():
-    for op in (F.kl_div, F.jsd, F.tvd):
-        tensors = dict(input=STUDENT, target=TEACHER)
+DIVERGENCES, REDUCTIONS = (F.kl_div, F.jsd, F.tvd), ("none", "sum", "mean", "batchmean")
+PAIRS = pairs_of(BY_ROWS, DIVERGENCES, REDUCTIONS, (False, True))
+for where, p in BY_ROWS.items():
+    for op in DIVERGENCES:
         for reduction in REDUCTIONS:
-            for labels in ({}, dict(shift_labels=LABELS)):
+            for labels in ({}, dict(shift_labels=(LABELS, p))):
                 mean, sharded = reduction in ("mean", "batchmean"), p != R
-                result = p if reduction == "none" else SUM if sharded else R
                 first_only = op is F.kl_div and reduction == "batchmean" and not labels and p == Shard(1)
                 # Each direction needs the divisor of all devices.
                 divisor = {REDUCE: 1} if mean and sharded and not first_only else {}
                 case(
-                    f"{op.__name__}, {reduction} {'with labels ' * bool(labels)}{where}",
-                    op,
-                    tensors | labels,
-                    dict(input=p, target=p, shift_labels=p),
-                    result,
-                    forward=divisor,
-                    backward=divisor,
+                    f"{op.__name__}, {reduction} {'with labels ' * bool(labels)}{where}", op,
+                    dict(input=(STUDENT, p), target=(TEACHER, p), **labels),
+                    p if reduction == "none" else SUM if sharded else R, forward=divisor, backward=divisor,
                     thorough=(where, op, reduction, bool(labels)) not in PAIRS and not first_only,
-                    reduction=reduction,
-                    ignore_index=-1,
-                )
-    for ids in ((5, 7), (5, 7, 3)):
-        case(
-            f"log_probs of {len(ids) - 1} {where}",
-            partial(F.log_probs, entropy=True),
-            dict(logits=STUDENT, index=torch.randint(24, ids, generator=torch.Generator().manual_seed(0))),
-            dict(logits=p, index=p),
-            [p, p],
-        )
+                    reduction=reduction, ignore_index=-1,
+                )  # fmt: skip
 
+# ---- Routers, and log-probabilities of several ids
 
 GIVEN = torch.arange(5 * 7 * 2).view(5, 7, 2) % 24
 
@@ -201,49 +134,30 @@ def differentiable_routing(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return found.weights, found.scores, found.z
 
 
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
-    total = R if p == R else SUM
-    case(f"moe_router {where}", differentiable_routing, dict(logits=X), dict(logits=p), [p, total, total])
-    case(
-        f"moe_router of given experts {where}", weights_of, dict(logits=X, experts=GIVEN), dict(logits=p, experts=p), p
-    )
+for where, p in BY_ROWS.items():
+    total, given = R if p == R else SUM, dict(logits=(X, p), experts=(GIVEN, p))
+    case(f"moe_router with statistics {where}", differentiable_routing, dict(logits=(X, p)), [p, total, total])
+    case(f"moe_router of given experts {where}", weights_of, given, p)
+    ids = dict(logits=(STUDENT, p), index=(GIVEN, p))
+    case(f"log_probs of 2 ids {where}", partial(F.log_probs, entropy=True), ids, p)
 
 # ---- GEMMs
 
 GATE, DOWN = randn(4, 6, 16), randn(12, 16)
-for op in (F.swiglu_linear, F.geglu_linear):
-    case(
-        f"{op.__name__} by batch",
-        op,
-        dict(gate=GATE, up=GATE + 1, weight=DOWN),
-        dict(gate=Shard(0), up=Shard(0), weight=R),
-        Shard(0),
-    )
-case(
-    "swiglu_linear by columns",
-    F.swiglu_linear,
-    dict(gate=GATE, up=GATE + 1, weight=DOWN),
-    dict(gate=Shard(2), up=Shard(2), weight=Shard(1)),
-    SUM,
-)
-
-
-case(
-    "swiglu_linear, sharded weight",
-    F.swiglu_linear,
-    dict(gate=GATE, up=GATE + 1, weight=DOWN),
-    dict(gate=R, up=R, weight=Shard(0)),
-    Shard(2),
-)
+for where, op, p, weight, result in (
+    ("by batch", F.swiglu_linear, Shard(0), R, Shard(0)),
+    ("by batch", F.geglu_linear, Shard(0), R, Shard(0)),
+    ("by columns", F.swiglu_linear, Shard(2), Shard(1), SUM),
+    ("with a sharded weight", F.swiglu_linear, R, Shard(0), Shard(2)),
+):
+    case(f"{op.__name__} {where}", op, dict(gate=(GATE, p), up=(GATE + 1, p), weight=(DOWN, weight)), result)
 
 
 def adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return F.lora_linear(x, weight, [a], [b], [0.5], bias)
 
 
-LORA = dict(weight=randn(12, 24), a=randn(3, 24), b=randn(12, 3), bias=randn(12))
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
-    case(f"lora_linear {where}", adapted, dict(x=X, **LORA), dict(x=p, **dict.fromkeys(LORA, R)), p)
+LORA = dict(weight=(randn(12, 24), R), a=(randn(3, 24), R), b=(randn(12, 3), R), bias=(randn(12), R))
 
 
 def product_of_partial_sums(mesh: Any) -> None:
@@ -254,39 +168,11 @@ def product_of_partial_sums(mesh: Any) -> None:
 
 CASES.add("GEMM of partial sums", product_of_partial_sums)
 
-# ---- Upstream gradients that are partial sums, as a column-parallel linear layer's backward returns them
-
-for op, tensors, gradients, wanted in (
-    (F.rms_norm, dict(x=X, weight=W), [R, R], {REDUCE: 1}),
-    (F.rms_norm_gated, dict(x=X, gate=X + 1, weight=W), [R, R, R], {REDUCE: 1}),
-    (F.layer_norm, dict(x=X, weight=W, bias=B), [R, R, R], {REDUCE: 1}),
-    (F.swiglu, dict(gate=X, up=X + 1), [SUM, SUM], {}),
-    (F.sigmoid_gate, dict(x=X, gate=X + 1), [SUM, SUM], {}),
-    (F.swiglu_packed, dict(gate_up=X), [SUM], {}),
-    (F.relu_squared, dict(x=X), [SUM], {}),
-    (F.xielu, dict(x=X, **NUMBERS), [SUM, SUM, SUM], {}),
-):
-    CASES[f"{op.__name__}, partial upstream gradient"] = partial(
-        partial_upstream, op=op, tensors=tensors, gradients=gradients, collectives_wanted=wanted
-    )
-
-
 # ---- A mesh of two dimensions
 
-case_2d(
-    "rms_norm by batch and sequence",
-    F.rms_norm,
-    dict(x=X, weight=W),
-    dict(x=[Shard(0), Shard(1)], weight=[R, R]),
-    [[Shard(0), Shard(1)]],
-)
-case_2d(
-    "swiglu by batch and columns",
-    F.swiglu,
-    dict(gate=X, up=X),
-    dict(gate=[Shard(0), Shard(2)], up=[Shard(0), Shard(2)]),
-    [[Shard(0), Shard(2)]],
-)
+rows, columns = [Shard(0), Shard(1)], [Shard(0), Shard(2)]
+case("rms_norm by batch and sequence", F.rms_norm, dict(x=(X, rows), weight=(W, [R, R])), [rows])
+case("swiglu by batch and columns", F.swiglu, dict(gate=(X, columns), up=(X, columns)), [columns])
 
 # ---- torch.compile
 
@@ -355,42 +241,32 @@ CASES.refuse({
     ),
 })  # fmt: skip
 
-CASES.refuse(
-    {
-        "rms_norm, sharded weight": (
-            F.rms_norm,
-            dict(x=(X, Shard(1)), weight=(W, Shard(0))),
-            r"rms_norm: weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
-        ),
-        "rms_norm, partial x": (
-            F.rms_norm,
-            dict(x=(X, SUM), weight=(W, R)),
-            r"rms_norm: x must be Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0 \(got Partial\(\)\)",
-        ),
-        "lora_linear, x by columns": (
-            adapted,
-            dict(x=(X, Shard(2)), **{name: (t, R) for name, t in LORA.items()}),
-            r"lora_linear: x must be Replicate\(\) or sharded along rows over mesh dimension 0 \(got Shard\(2\)\)",
-        ),
-        "lora_linear, sharded adapter": (
-            adapted,
-            dict(x=(X, R), **{name: (t, Shard(0) if name == "a" else R) for name, t in LORA.items()}),
-            r"lora_linear: a\[0\] must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
-        ),
-        "swiglu, partial up": (
-            F.swiglu,
-            dict(gate=(X, R), up=(X, SUM)),
-            r"swiglu: up must be .* over mesh dimension 0 \(got Partial\(\)\)",
-        ),
-        "swiglu_packed by columns": (
-            F.swiglu_packed,
-            dict(gate_up=(X, Shard(2))),
-            r"swiglu_packed: gate_up must be Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0 \(got Shard\(2\)\)",
-        ),
-        "swiglu, two ways": (
-            F.swiglu,
-            dict(gate=(X, Shard(0)), up=(X, Shard(1))),
-            r"swiglu: up must be Shard\(0\) over mesh dimension 0 \(got Shard\(1\)\)",
-        ),
-    }
-)
+ROWS_ONLY = r"Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0"
+CASES.refuse({
+    "rms_norm, sharded weight": (
+        F.rms_norm, dict(x=(X, Shard(1)), weight=(W, Shard(0))),
+        r"rms_norm: weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+    ),
+    "rms_norm, partial x": (
+        F.rms_norm, dict(x=(X, SUM), weight=(W, R)), rf"rms_norm: x must be {ROWS_ONLY} \(got Partial\(\)\)",
+    ),
+    "lora_linear, x by columns": (
+        adapted, dict(x=(X, Shard(2)), **LORA),
+        r"lora_linear: x must be Replicate\(\) or sharded along rows over mesh dimension 0 \(got Shard\(2\)\)",
+    ),
+    "lora_linear, sharded adapter": (
+        adapted, dict(x=(X, R), **LORA | dict(a=(LORA["a"][0], Shard(0)))),
+        r"lora_linear: a\[0\] must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+    ),
+    "swiglu, partial up": (
+        F.swiglu, dict(gate=(X, R), up=(X, SUM)), r"swiglu: up must be .* over mesh dimension 0 \(got Partial\(\)\)",
+    ),
+    "swiglu_packed by columns": (
+        F.swiglu_packed, dict(gate_up=(X, Shard(2))),
+        rf"swiglu_packed: gate_up must be {ROWS_ONLY} \(got Shard\(2\)\)",
+    ),
+    "swiglu, two ways": (
+        F.swiglu, dict(gate=(X, Shard(0)), up=(X, Shard(1))),
+        r"swiglu: up must be Shard\(0\) over mesh dimension 0 \(got Shard\(1\)\)",
+    ),
+})  # fmt: skip

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import Row
 from process_group import Cases
+from rows import bind
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -58,44 +60,58 @@ def listed(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else [*results]
 
 
+# A tensor and its placement, or its placements over a mesh of two dimensions.
+Given = dict[str, tuple[Tensor, Any]]
+CONSTANTS = ("cos", "sin", "target", "t_input", "t_weight", "t_bias", "token_weight")
+
+
 def check(
     mesh: Any,
     op: Callable,
-    tensors: dict[str, Tensor],
-    placements: dict[str, Any],
+    given: Given,
     results: Any,
     forward: dict[str, int] | None = None,
     backward: dict[str, int] | None = None,
+    upstream: Placement | None = None,
+    gradients: Placement | None = None,
     **options: Any,
 ) -> None:
-    """placements and results have a placement for each mesh dimension, or a single one."""
+    """results: the placement of all results, or a list of one for each. upstream: that of the upstream gradients, if it is not
+    that of the results. gradients: that of all gradients. Tensors are differentiated if they want it; if none does, all of
+    floating point but CONSTANTS."""
+    if any(isinstance(p, list) for _, p in given.values()):
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
     def each(p: Any) -> list[Placement]:
-        return [p] if isinstance(p, Placement) else [*p]
+        return p if isinstance(p, list) else [p] * mesh.ndim
 
-    constants = ("cos", "sin", "target", "t_input", "t_weight", "t_bias", "token_weight")
-    names = [name for name, t in tensors.items() if t.is_floating_point() and name not in constants]
-    plain = {name: t.clone().requires_grad_(name in names) for name, t in tensors.items()}
+    wishes = [name for name, (t, _) in given.items() if t.requires_grad]
+    names = wishes or [name for name, (t, _) in given.items() if t.is_floating_point() and name not in CONSTANTS]
+    plain = {name: t.detach().clone().requires_grad_(name in names) for name, (t, _) in given.items()}
     ours = {
-        name: spread(t, mesh, each(placements[name])).detach().requires_grad_(name in names)
-        for name, t in tensors.items()
+        name: spread(t.detach(), mesh, each(p)).detach().requires_grad_(name in names) for name, (t, p) in given.items()
     }
     with CommDebugMode() as forward_mode:
         found = listed(op(**ours, **options))
     assert collectives(forward_mode) == (forward or {}), collectives(forward_mode)
     expected = listed(op(**plain, **options))
-    wanted = [each(p) for p in (results if isinstance(results, list) else [results])]
+    wanted = [each(p) for p in (results if isinstance(results, list) else [results] * len(expected))]
     assert [[*out.placements] for out in found] == wanted, [out.placements for out in found]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(whole_of(a), b)
         assert a.shape == b.shape and (a.stride() == b.stride() or a.numel() == 0), (a.stride(), b.stride())
 
-    upstream = [randn(*out.shape) for out in expected]
-    given = [spread(g, mesh, [R if p == SUM else p for p in out.placements]) for g, out in zip(upstream, found)]
+    found, expected = ([out for out in outs if out.requires_grad] for outs in (found, expected))
+    slopes = [randn(*out.shape) for out in expected]
+    of_slopes = [
+        [R if p == SUM else p for p in out.placements] if upstream is None else each(upstream) for out in found
+    ]
+    shares = [spread(g, mesh, p) for g, p in zip(slopes, of_slopes)]
     with CommDebugMode() as backward_mode:
-        gradients = torch.autograd.grad(found, [ours[name] for name in names], given)
+        learned = torch.autograd.grad(found, [ours[name] for name in names], shares)
     assert collectives(backward_mode) == (backward or {}), collectives(backward_mode)
-    for name, a, b in zip(names, gradients, torch.autograd.grad(expected, [plain[n] for n in names], upstream)):
+    assert gradients is None or {t.placements for t in learned} == {(gradients,)}, [t.placements for t in learned]
+    for name, a, b in zip(names, learned, torch.autograd.grad(expected, [plain[n] for n in names], slopes)):
         torch.testing.assert_close(whole_of(a), b, msg=lambda text, name=name: f"d {name}: {text}")
 
     detached = {name: t.detach() for name, t in ours.items()}
@@ -103,28 +119,16 @@ def check(
         with mode():
             again = listed(op(**detached, **options))
             assert [[*out.placements] for out in again] == wanted
-            for a, b in zip(again, expected, strict=True):
+            for a, b in zip(again, listed(op(**plain, **options)), strict=True):
                 torch.testing.assert_close(whole_of(a), b)
 
 
-def partial_upstream(
-    mesh: Any, op: Callable, tensors: dict[str, Tensor], gradients: list[Placement], collectives_wanted: dict[str, int]
-) -> None:
-    plain = [t.clone().requires_grad_() for t in tensors.values()]
-    ours = [spread(t, mesh, [R]).requires_grad_() for t in tensors.values()]
-    expected, found = op(*plain), op(*ours)
-    upstream = randn(*expected.shape)
-    shares = spread(upstream, mesh, [SUM])
-    with CommDebugMode() as mode:
-        results = torch.autograd.grad(found, ours, shares)
-    assert collectives(mode) == collectives_wanted, collectives(mode)
-    assert [t.placements[0] for t in results] == gradients, [t.placements for t in results]
-    for a, b in zip(results, torch.autograd.grad(expected, plain, upstream), strict=True):
-        torch.testing.assert_close(a.full_tensor(), b)
-
-
-def on_two_dimensions(mesh: Any, **arguments: Any) -> None:
-    check(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), **arguments)
+def check_row(mesh: Any, row: Row, inputs: Placement, parameters: Placement = R, **more: Any) -> None:
+    """The call of a row of models.py, with one placement of its inputs and one of its parameters."""
+    call = bind(row, batch=5, length=7, dtype=torch.float64)
+    placements = [inputs] * len(row.inputs) + [parameters] * len(row.parameters)
+    given = dict(zip(call.names, zip(call.tensors, placements, strict=True)))
+    check(mesh, lambda **named: call.op(*named.values()), given, **{"results": inputs, **more})
 
 
 def gradients_of(function: Callable, *leaves: Tensor) -> list[Tensor]:
@@ -143,16 +147,9 @@ def refused(mesh: Any, op: Callable, arguments: dict[str, Any], message: str) ->
 
 
 class DTensorCases(Cases):
-    def case(
-        self, name: str, op: Callable, tensors: dict[str, Tensor], placements: dict[str, Any], results: Any, **more: Any
-    ) -> None:
-        self.add(name, check, op=op, tensors=tensors, placements=placements, results=results, **more)
+    def case(self, name: str, op: Callable, given: Given, results: Any, **more: Any) -> None:
+        self.add(name, check, op=op, given=given, results=results, **more)
 
-    def case_2d(
-        self, name: str, op: Callable, tensors: dict[str, Tensor], placements: dict[str, Any], results: Any, **more: Any
-    ) -> None:
-        self.add(name, on_two_dimensions, op=op, tensors=tensors, placements=placements, results=results, **more)
-
-    def refuse(self, layouts: dict[str, tuple[Callable, dict[str, Any], str]]) -> None:
+    def refuse(self, layouts: dict[str, tuple[Callable, Given, str]]) -> None:
         for name, (op, arguments, message) in layouts.items():
             self.add(f"refused: {name}", refused, op=op, arguments=arguments, message=message)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from dtensor_checks import REDUCE, SUM, DTensorCases, R, collectives, gradients_of, partial_upstream, randn, spread
+from dtensor_checks import REDUCE, SUM, DTensorCases, Given, R, collectives, gradients_of, randn, spread
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from liger_ops import functional as F
 
 CASES = DTensorCases()
-case, case_2d = CASES.case, CASES.case_2d
+case = CASES.case
 
 # Not divisible by four devices: the last one has no expert. Some ids are of no expert.
 TOKEN_COUNT, EXPERTS, INNER, CHOICES = 11, 5, 8, 3
@@ -38,19 +38,20 @@ EXPERT_ADAPTERS = dict(
 )  # fmt: skip
 
 
-def expert_layouts(of: str, interleaved: bool, transposed: bool, tokens: dict[str, Tensor]) -> dict[str, Placement]:
-    parameters = ("gate_up", "down", "gate_up_bias", "down_bias", *EXPERT_ADAPTERS)
-    found = dict.fromkeys((*tokens, *parameters), R)
-    if of == "token":
-        return found | dict.fromkeys(tokens, Shard(0))
-    if of == "expert":
-        return found | dict.fromkeys(parameters, Shard(0))
-    if of == "inner size":
-        kind, columns, rows = Shard if interleaved else STRIDED.get, 1 + transposed, 2 - transposed
-        return found | dict(
+def placed(tensors: dict[str, Tensor], layout: Mapping[str, Any], otherwise: Any = R) -> Given:
+    return {name: (t, layout.get(name, otherwise)) for name, t in tensors.items()}
+
+
+def expert_layouts(of: str, tensors: dict[str, Tensor], interleaved: bool = False, transposed: bool = False) -> Given:
+    tokens = ("x", "index", "weight", "tokens_per_expert")
+    kind, columns, rows = Shard if interleaved else STRIDED.get, 1 + transposed, 2 - transposed
+    layouts = {
+        "nothing": {}, "token": dict.fromkeys(tokens, Shard(0)), "expert": {n: Shard(0) for n in tensors if n not in tokens},
+        "inner size": dict(
             gate_up=kind(columns), down=Shard(rows), gate_up_bias=kind(1), gate_up_b=kind(1), down_a=Shard(2)
-        )
-    return found
+        ),
+    }  # fmt: skip
+    return placed(tensors, layouts[of])
 
 
 EXPERT_BIASES = dict(gate_up_bias=randn(EXPERTS, 2 * INNER), down_bias=randn(EXPERTS, 24))
@@ -61,39 +62,32 @@ for op, tokens in ((F.moe_experts, ROUTED), (F.moe_experts_sorted, SORTED)):
         options = dict(interleaved=interleaved, transposed=transposed)
         weights = tokens | expert_weights(transposed) | biases
         name = f"{op.__name__}, {'interleaved, transposed, biases' if biases else 'halves'}"
-        layouts = {
-            kind: {k: p for k, p in expert_layouts(kind, interleaved, transposed, tokens).items() if k in weights}
-            for kind in kinds
-        }
-        for kind in kinds:
-            case(f"{name}, by {kind}", op, weights, layouts[kind], RESULTS[kind], **options)
+        layouts = {kind: expert_layouts(kind, weights, **options) for kind in kinds}
+        for kind, given in layouts.items():
+            case(f"{name}, by {kind}", op, given, RESULTS[kind], **options)
         for pair in itertools.combinations(kinds[1:], 2):
-            both = {k: [layouts[kind][k] for kind in pair] for k in weights}
-            case_2d(
-                f"{name}, by {' and '.join(pair)}", op, weights, both, [[RESULTS[kind] for kind in pair]], **options
-            )
+            both = {n: (t, [layouts[kind][n][1] for kind in pair]) for n, t in weights.items()}
+            case(f"{name}, by {' and '.join(pair)}", op, both, [[RESULTS[kind] for kind in pair]], **options)
     halves = tokens | expert_weights(False) | EXPERT_BIASES
-    layout = expert_layouts("inner size", False, False, tokens)
-    case(f"{op.__name__}, halves, biases, by inner size", op, halves, layout, SUM)
-    both = {k: [p, p] for k, p in expert_layouts("expert", False, False, tokens).items()}
-    case_2d(f"{op.__name__}, by expert twice", op, halves, both, [[SUM, SUM]])
+    case(f"{op.__name__}, halves, biases, by inner size", op, expert_layouts("inner size", halves), SUM)
+    twice = {n: (t, [p, p]) for n, (t, p) in expert_layouts("expert", halves).items()}
+    case(f"{op.__name__}, by expert twice", op, twice, [[SUM, SUM]])
     adapted = tokens | expert_weights(False) | EXPERT_ADAPTERS
     for kind in kinds:
-        layout = expert_layouts(kind, False, False, tokens)
-        case(
-            f"{op.__name__}, adapters, by {kind}", op, adapted, layout, RESULTS[kind], gate_up_scale=0.5, down_scale=2.0
-        )
+        scales = dict(gate_up_scale=0.5, down_scale=2.0)
+        case(f"{op.__name__}, adapters, by {kind}", op, expert_layouts(kind, adapted), RESULTS[kind], **scales)
+PLAIN = ROUTED | expert_weights(False)
 case(
     "moe_experts, weights first, by expert",
     partial(F.moe_experts, activation="gelu_tanh", weight_before=True),
-    ROUTED | expert_weights(False),
-    expert_layouts("expert", False, False, ROUTED) | dict(index=R),
+    expert_layouts("expert", PLAIN),
     SUM,
 )
 for kind in ("token", "expert"):
-    narrow = dict(ROUTED, index=ROUTES.int()) | expert_weights(False)
-    case(f"moe_experts, 32-bit ids, by {kind}", F.moe_experts, narrow, expert_layouts(kind, False, False, ROUTED),
-         RESULTS[kind])  # fmt: skip
+    narrow = expert_layouts(kind, PLAIN | dict(index=ROUTES.int()))
+    case(f"moe_experts, 32-bit ids, by {kind}", F.moe_experts, narrow, RESULTS[kind])
+case("moe_experts, partial upstream gradient", F.moe_experts, placed(PLAIN, {}), R, upstream=SUM, gradients=R,
+     backward={REDUCE: 1})  # fmt: skip
 
 
 def experts_and_plain_tokens(mesh: Any) -> None:
@@ -156,60 +150,34 @@ def compiled_experts(mesh: Any) -> None:
 
 CASES.add("experts compiled with fullgraph", compiled_experts)
 
-CASES["moe_experts by expert, partial upstream gradient"] = partial(
-    partial_upstream,
-    op=lambda x, weight: F.moe_experts(
-        x, *(distribute_tensor(w, x.device_mesh, [R]) if isinstance(x, DTensor) else w for w in expert_weights(False).values()),
-        ROUTES, weight,
-    ),
-    tensors=dict(x=ROUTED["x"], weight=ROUTED["weight"]),
-    gradients=[R, R],
-    collectives_wanted={REDUCE: 1},
-)  # fmt: skip
-
 # ---- Layouts that no rule lists
 
-CASES.refuse(
-    {
-        "moe_experts, halves by Shard": (
-            F.moe_experts,
-            {
-                name: (t, Shard(1) if name == "gate_up" else Shard(2) if name == "down" else R)
-                for name, t in (ROUTED | expert_weights(False)).items()
-            },
-            r"moe_experts: gate_up must be Replicate\(\), Shard\(0\) or _StridedShard\(1, split_factor=2\), as gate and up "
-            r"are halves, over mesh dimension 0 \(got Shard\(1\)\)",
-        ),
-        "moe_experts, uneven inner size": (
-            partial(F.moe_experts, interleaved=True),
-            {
-                name: (
-                    t[:, :12] if name == "gate_up" else t[..., :6] if name == "down" else t,
-                    Shard(1) if name == "gate_up" else Shard(2) if name == "down" else R,
-                )
-                for name, t in (ROUTED | expert_weights(False)).items()
-            },
-            r"moe_experts: gate_up must have an inner size divisible by 4, not 6, over mesh dimension 0 \(got Shard\(1\)\)",
-        ),
-        "moe_experts, tokens and experts": (
-            F.moe_experts,
-            {name: (t, Shard(0)) for name, t in (ROUTED | expert_weights(False)).items()},
-            r"moe_experts: x must be Replicate\(\), as experts are sharded, over mesh dimension 0 \(got Shard\(0\)\)",
-        ),
-        "moe_experts, one weight sharded": (
-            F.moe_experts,
-            {name: (t, Shard(0) if name == "gate_up" else R) for name, t in (ROUTED | expert_weights(False)).items()},
-            r"moe_experts: down must be Shard\(0\) over mesh dimension 0 \(got Replicate\(\)\)",
-        ),
-        "moe_experts, partial tokens": (
-            F.moe_experts,
-            {name: (t, SUM if name == "x" else R) for name, t in (ROUTED | expert_weights(False)).items()},
-            r"moe_experts: x must be Replicate\(\) or Shard\(0\) over mesh dimension 0 \(got Partial\(\)\)",
-        ),
-        "moe_experts_sorted, sharded rows": (
-            F.moe_experts_sorted,
-            {name: (t, Shard(0) if name == "x" else R) for name, t in (SORTED | expert_weights(False)).items()},
-            r"moe_experts_sorted: x must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
-        ),
-    }
-)
+NARROWER = PLAIN | dict(gate_up=PLAIN["gate_up"][:, :12], down=PLAIN["down"][..., :6])
+BY_INNER = dict(gate_up=Shard(1), down=Shard(2))
+CASES.refuse({
+    "moe_experts, halves by Shard": (
+        F.moe_experts, placed(PLAIN, BY_INNER),
+        r"moe_experts: gate_up must be Replicate\(\), Shard\(0\) or _StridedShard\(1, split_factor=2\), as gate and up "
+        r"are halves, over mesh dimension 0 \(got Shard\(1\)\)",
+    ),
+    "moe_experts, uneven inner size": (
+        partial(F.moe_experts, interleaved=True), placed(NARROWER, BY_INNER),
+        r"moe_experts: gate_up must have an inner size divisible by 4, not 6, over mesh dimension 0 \(got Shard\(1\)\)",
+    ),
+    "moe_experts, tokens and experts": (
+        F.moe_experts, placed(PLAIN, {}, Shard(0)),
+        r"moe_experts: x must be Replicate\(\), as experts are sharded, over mesh dimension 0 \(got Shard\(0\)\)",
+    ),
+    "moe_experts, one weight sharded": (
+        F.moe_experts, placed(PLAIN, dict(gate_up=Shard(0))),
+        r"moe_experts: down must be Shard\(0\) over mesh dimension 0 \(got Replicate\(\)\)",
+    ),
+    "moe_experts, partial tokens": (
+        F.moe_experts, placed(PLAIN, dict(x=SUM)),
+        r"moe_experts: x must be Replicate\(\) or Shard\(0\) over mesh dimension 0 \(got Partial\(\)\)",
+    ),
+    "moe_experts_sorted, sharded rows": (
+        F.moe_experts_sorted, placed(SORTED | expert_weights(False), dict(x=Shard(0))),
+        r"moe_experts_sorted: x must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+    ),
+})  # fmt: skip

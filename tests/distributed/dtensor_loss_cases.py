@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -19,134 +18,105 @@ import liger_ops.distributed
 from liger_ops import functional as F
 
 CASES = DTensorCases()
-case, case_2d = CASES.case, CASES.case_2d
+case = CASES.case
 
 TOKENS = torch.randint(22, (5, 8), generator=torch.Generator().manual_seed(1)).masked_fill(torch.eye(5, 8).bool(), -100)
+SEVERAL = torch.stack([TOKENS] * 3, -1)
 LOGITS, HIDDEN, HEAD, HEAD_BIAS = randn(5, 8, 22), randn(5, 8, 24), randn(22, 24), randn(22)
-
-
-def loss_placements(rows: Placement, reduction: str) -> Placement:
-    return rows if reduction == "none" else SUM if isinstance(rows, Shard) else R
-
-
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by class": Shard(2)}.items():
-    rows = R if p == Shard(2) else p
-    for reduction in ("mean", "sum", "none"):
-        # The divisors of a mean are summed over the devices. The facts about classes are gathered inside the operator.
-        counted = {REDUCE: 1} if reduction == "mean" and isinstance(rows, Shard) else {}
-        case(
-            f"cross_entropy {where}, {reduction}", F.cross_entropy, dict(logits=LOGITS, target=TOKENS),
-            dict(logits=p, target=rows), loss_placements(rows, reduction), forward=counted, reduction=reduction,
-            label_smoothing=0.1, lse_square_scale=1e-2,
-        )  # fmt: skip
-for where, x, w in (
-    ("replicated", R, R),
-    ("by batch", Shard(0), R),
-    ("by class", R, Shard(0)),
-    ("by class and sequence", Shard(1), Shard(0)),
-):
-    rows = R if w == Shard(0) else x
-    for reduction in ("mean", "sum", "none"):
-        counted = {REDUCE: 1} if reduction == "mean" and isinstance(rows, Shard) else {}
-        case(
-            f"fused_linear_cross_entropy {where}, {reduction}", F.fused_linear_cross_entropy,
-            dict(input=HIDDEN, weight=HEAD, target=TOKENS, bias=HEAD_BIAS),
-            dict(input=x, weight=w, target=rows, bias=w), loss_placements(rows, reduction), forward=counted,
-            reduction=reduction, softcap=5.0,
-        )  # fmt: skip
-T, B = randn(5, 8, 3), randn(22, 3)
-for where, x, w in (("by batch", Shard(0), R), ("by class", R, Shard(0))):
-    case(
-        f"fused_linear_cross_entropy with a low-rank addend {where}", F.fused_linear_cross_entropy,
-        dict(input=HIDDEN, weight=HEAD, target=TOKENS, low_rank_input=T, low_rank_weight=B),
-        dict(input=x, weight=w, target=x, low_rank_input=x, low_rank_weight=w), loss_placements(x, "sum"),
-        reduction="sum", softcap=5.0,
-    )  # fmt: skip
-    case(
-        f"fused_linear_log_probs with a low-rank addend {where}",
-        lambda **given: F.fused_linear_log_probs(**given, entropy=True)[:2],
-        dict(input=HIDDEN, weight=HEAD, target=TOKENS, low_rank_input=T, low_rank_weight=B),
-        dict(input=x, weight=w, target=x, low_rank_input=x, low_rank_weight=w), [x, x], softcap=5.0,
-    )  # fmt: skip
 TEACHER, TEACHER_HEAD = randn(5, 8, 16), randn(22, 16)
 MASK, FACTORS = TOKENS != -100, randn(5, 8).abs()
+REDUCTIONS = ("mean", "sum", "none")
+# The placements of the hidden states and of the head.
+HEADS = {
+    "replicated": (R, R), "by batch": (Shard(0), R), "by sequence": (Shard(1), R), "by class": (R, Shard(0)),
+    "by class and sequence": (Shard(1), Shard(0)),
+}  # fmt: skip
+
+
+def of_loss(rows: Placement, reduction: str) -> dict[str, Any]:
+    """The placement of the loss and the collectives of forward, in which devices add up the divisors of a mean. The facts
+    about classes are gathered inside the operator."""
+    sharded = rows != R
+    results = rows if reduction == "none" else SUM if sharded else R
+    return dict(results=results, forward={REDUCE: 1} if reduction == "mean" and sharded else {}, reduction=reduction)
+
+
+def log_probs(**given: Any) -> tuple[Tensor, ...]:
+    return F.fused_linear_log_probs(**given, entropy=True)[:2]
 
 
 def linear_divergence(**given: Any) -> Tensor:
     return F.fused_linear_divergence(**given, beta=0.3).divergence
 
 
-for where, x, w in (
-    ("replicated", R, R),
-    ("by batch", Shard(0), R),
-    ("by sequence", Shard(1), R),
-    ("by class", R, Shard(0)),
-    ("by class and sequence", Shard(1), Shard(0)),
-):
-    rows = R if w == Shard(0) else x
-    for reduction in ("mean", "sum", "none"):
-        counted = {REDUCE: 1} if reduction == "mean" and isinstance(rows, Shard) else {}
-        inputs, by_row = dict(s_input=HIDDEN, t_input=TEACHER), dict(mask=MASK, token_weight=FACTORS)
-        heads = dict(s_weight=HEAD, t_weight=TEACHER_HEAD, s_bias=HEAD_BIAS, t_bias=HEAD_BIAS)
+for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by class": Shard(2)}.items():
+    rows = R if p == Shard(2) else p
+    for reduction in REDUCTIONS:
         case(
-            f"fused_linear_divergence {where}, {reduction}", linear_divergence, inputs | by_row | heads,
-            dict.fromkeys(inputs, x) | dict.fromkeys(by_row, rows) | dict.fromkeys(heads, w),
-            loss_placements(rows, reduction), forward=counted, reduction=reduction,
+            f"cross_entropy {where}, {reduction}", F.cross_entropy, dict(logits=(LOGITS, p), target=(TOKENS, rows)),
+            **of_loss(rows, reduction), label_smoothing=0.1, lse_square_scale=1e-2,
         )  # fmt: skip
+for where, (x, w) in HEADS.items():
+    rows = R if w == Shard(0) else x
+    student = dict(input=(HIDDEN, x), weight=(HEAD, w))
+    biased = student | dict(bias=(HEAD_BIAS, w))
+    models = dict(
+        s_input=(HIDDEN, x), t_input=(TEACHER, x), mask=(MASK, rows), token_weight=(FACTORS, rows), s_weight=(HEAD, w),
+        t_weight=(TEACHER_HEAD, w), s_bias=(HEAD_BIAS, w), t_bias=(HEAD_BIAS, w),
+    )  # fmt: skip
+    for reduction in REDUCTIONS:
+        of_one, loss = biased | dict(target=(TOKENS, rows)), of_loss(rows, reduction)
+        case(
+            f"fused_linear_cross_entropy {where}, {reduction}",
+            F.fused_linear_cross_entropy,
+            of_one,
+            **loss,
+            softcap=5.0,
+        )
+        case(f"fused_linear_divergence {where}, {reduction}", linear_divergence, models, **loss)
+    for name, ids in {"1 id": TOKENS, "3 ids": SEVERAL}.items():
+        case(f"fused_linear_log_probs {where}, {name}", log_probs, biased | dict(target=(ids, rows)), rows, softcap=5.0)
+for where in ("by batch", "by class"):
+    x, w = HEADS[where]
+    given = dict(
+        input=(HIDDEN, x), weight=(HEAD, w), target=(TOKENS, x), low_rank_input=(randn(5, 8, 3), x),
+        low_rank_weight=(randn(22, 3), w),
+    )  # fmt: skip
+    case(f"fused_linear_cross_entropy with a low-rank addend {where}", F.fused_linear_cross_entropy, given,
+         **of_loss(x, "sum"), softcap=5.0)  # fmt: skip
+    case(f"fused_linear_log_probs with a low-rank addend {where}", log_probs, given, x, softcap=5.0)
 case(
     "fused_linear_divergence with a map by batch", lambda **given: F.fused_linear_divergence(**given).divergence,
-    dict(s_input=HIDDEN, t_input=TEACHER, s_weight=HEAD, t_weight=randn(50, 16), vocab_map=2 * torch.arange(22)),
-    dict(s_input=Shard(0), t_input=Shard(0), s_weight=R, t_weight=R, vocab_map=R), SUM, forward={REDUCE: 1},
-    reduction="mean",
-)  # fmt: skip
-case_2d(
-    "fused_linear_divergence by batch, sequence and class",
-    linear_divergence,
-    dict(s_input=HIDDEN, t_input=TEACHER, mask=MASK, s_weight=HEAD, t_weight=TEACHER_HEAD),
     dict(
-        s_input=[Shard(0), Shard(1)], t_input=[Shard(0), Shard(1)], mask=[Shard(0), R], s_weight=[R, Shard(0)],
-        t_weight=[R, Shard(0)],
+        s_input=(HIDDEN, Shard(0)), t_input=(TEACHER, Shard(0)), s_weight=(HEAD, R), t_weight=(randn(50, 16), R),
+        vocab_map=(2 * torch.arange(22), R),
     ),
-    [[SUM, R]],
-    forward={REDUCE: 1},
-    reduction="mean",
+    **of_loss(Shard(0), "mean"),
 )  # fmt: skip
 
+# ---- A mesh of two dimensions
 
-def divergence_of_a_frozen_head(mesh: Any, of_head: Placement = R) -> None:
-    hidden, teacher = (spread(t, mesh, [Shard(1)]) for t in (HIDDEN, TEACHER))
-    heads = [spread(t, mesh, [of_head]) for t in (HEAD, TEACHER_HEAD)]
-    rows = Shard(1) if of_head == R else R
-    plain = HIDDEN.clone().requires_grad_()
-    found = F.fused_linear_divergence(hidden.requires_grad_(), heads[0], teacher, heads[1], mask=MASK)
-    expected = F.fused_linear_divergence(plain, HEAD, TEACHER, TEACHER_HEAD, mask=MASK)
-    for a, b in zip(found, expected):
-        assert a.placements == (rows,)
-        torch.testing.assert_close(a.full_tensor(), b)
-    upstream = randn(5, 8)
-    (slope,) = torch.autograd.grad(found.divergence, hidden, spread(upstream, mesh, [rows]))
-    assert slope.placements == (Shard(1),)
-    torch.testing.assert_close(slope.full_tensor(), torch.autograd.grad(expected.divergence, plain, upstream)[0])
-
-
-CASES.add("fused_linear_divergence, frozen head", divergence_of_a_frozen_head)
-CASES.add("fused_linear_divergence, frozen head by class", divergence_of_a_frozen_head, of_head=Shard(0))
-case_2d(
-    "cross_entropy by batch and class",
-    F.cross_entropy,
-    dict(logits=LOGITS, target=TOKENS),
-    dict(logits=[Shard(0), Shard(2)], target=[Shard(0), R]),
-    [[SUM, R]],
-    forward={REDUCE: 1},
-)
-case_2d(
-    "cross_entropy by batch and sequence",
-    F.cross_entropy,
-    dict(logits=LOGITS, target=TOKENS),
-    dict(logits=[Shard(0), Shard(1)], target=[Shard(0), Shard(1)]),
-    [[SUM, SUM]],
-    forward={REDUCE: 2},
-)
+rows, by_row, by_class = [Shard(0), Shard(1)], [Shard(0), R], [R, Shard(0)]
+case(
+    "fused_linear_divergence by batch, sequence and class", linear_divergence,
+    dict(
+        s_input=(HIDDEN, rows), t_input=(TEACHER, rows), mask=(MASK, by_row), s_weight=(HEAD, by_class),
+        t_weight=(TEACHER_HEAD, by_class),
+    ),
+    [[SUM, R]], forward={REDUCE: 1}, reduction="mean",
+)  # fmt: skip
+case(
+    "fused_linear_cross_entropy by batch, sequence and class", F.fused_linear_cross_entropy,
+    dict(input=(HIDDEN, rows), weight=(HEAD, by_class), target=(TOKENS, by_row)), [[SUM, R]], forward={REDUCE: 1},
+)  # fmt: skip
+case(
+    "cross_entropy by batch and class", F.cross_entropy,
+    dict(logits=(LOGITS, [Shard(0), Shard(2)]), target=(TOKENS, by_row)), [[SUM, R]], forward={REDUCE: 1},
+)  # fmt: skip
+case(
+    "cross_entropy by batch and sequence", F.cross_entropy, dict(logits=(LOGITS, rows), target=(TOKENS, rows)),
+    [[SUM, SUM]], forward={REDUCE: 2},
+)  # fmt: skip
 
 
 def classes_over_two_dimensions(mesh: Any) -> None:
@@ -156,78 +126,35 @@ def classes_over_two_dimensions(mesh: Any) -> None:
 
 
 CASES.add("refused: cross_entropy, classes over two dimensions", classes_over_two_dimensions)
-for where, x, w in (
-    ("replicated", R, R),
-    ("by batch", Shard(0), R),
-    ("by class", R, Shard(0)),
-    ("by class and sequence", Shard(1), Shard(0)),
-):
+
+# ---- Frozen heads, whose gradient of the hidden states forward prepares
+
+LEARNED = HIDDEN.clone().requires_grad_()
+for where, (x, w) in HEADS.items():
     rows = R if w == Shard(0) else x
-    for ids in (None, 3):
-        target = TOKENS if ids is None else torch.stack([TOKENS] * ids, -1)
+    for name, ids in {"1 id": TOKENS, "3 ids": SEVERAL}.items():
+        given = dict(input=(LEARNED, x), weight=(HEAD, w), target=(ids, rows))
         case(
-            f"fused_linear_log_probs {where}, {ids or 1} ids",
-            lambda *given, **named: F.fused_linear_log_probs(*given, entropy=True, **named)[:2],
-            dict(input=HIDDEN, weight=HEAD, target=target, bias=HEAD_BIAS),
-            dict(input=x, weight=w, target=rows, bias=w), [rows, rows], softcap=5.0,
-        )  # fmt: skip
-case_2d(
-    "fused_linear_cross_entropy by batch, sequence and class",
-    F.fused_linear_cross_entropy,
-    dict(input=HIDDEN, weight=HEAD, target=TOKENS),
-    dict(input=[Shard(0), Shard(1)], weight=[R, Shard(0)], target=[Shard(0), R]),
-    [[SUM, R]],
-    forward={REDUCE: 1},
-)
-
-
-def with_metrics(mesh: Any) -> None:
-    logits, head = spread(LOGITS, mesh, [Shard(2)]), spread(HEAD, mesh, [Shard(0)])
-    hidden = spread(HIDDEN, mesh, [Shard(1)]).requires_grad_()
-    for found, expected in (
-        (F.cross_entropy_with_metrics(logits, TOKENS), F.cross_entropy_with_metrics(LOGITS, TOKENS)),
-        (
-            F.fused_linear_cross_entropy_with_metrics(hidden, head, TOKENS),
-            F.fused_linear_cross_entropy_with_metrics(HIDDEN, HEAD, TOKENS),
-        ),
-        (
-            F.fused_linear_cross_entropy_with_log_probs(hidden, head, TOKENS),
-            F.fused_linear_cross_entropy_with_log_probs(HIDDEN, HEAD, TOKENS),
-        ),
-    ):
-        for a, b in zip(found, expected, strict=True):
-            assert a.placements == (R,)
-            torch.testing.assert_close(a.to_local(), b)
-
-
-CASES.add("losses with metrics", with_metrics)
-
-
-def frozen_head(mesh: Any) -> None:
-    """log_probs of a frozen head, whose gradient of input forward prepares."""
-    for ids, w, x in itertools.product((1, 3), (R, Shard(0)), (R, Shard(0), Shard(1))):
-        if w == Shard(0) and x == Shard(0):
-            continue
-        rows = R if w == Shard(0) else x
-        target = torch.stack([TOKENS] * ids, -1)
-        found, expected = (
-            gradients_of(
-                lambda h, head=head, y=y: sum(
-                    r.sum() for r in F.fused_linear_log_probs(h, head, y, entropy=True, entropy_grad=True)[:2]
-                ),
-                hidden,
-            )
-            for hidden, head, y in (
-                (spread(HIDDEN, mesh, [x]), spread(HEAD, mesh, [w]), spread(target, mesh, [rows])),
-                (HIDDEN, HEAD, target),
-            )
+            f"fused_linear_log_probs, frozen head {where}, {name}",
+            log_probs,
+            given,
+            rows,
+            gradients=x,
+            entropy_grad=True,
         )
-        assert found[1].placements == (x,)
-        for a, b in zip(found, expected):
-            torch.testing.assert_close(a.full_tensor(), b)
+for where in ("by sequence", "by class and sequence"):
+    x, w = HEADS[where]
+    given = dict(s_input=(LEARNED, x), s_weight=(HEAD, w), t_input=(TEACHER, x), t_weight=(TEACHER_HEAD, w))
+    case(f"fused_linear_divergence, frozen head {where}", partial(F.fused_linear_divergence, mask=MASK), given,
+         R if w == Shard(0) else x, gradients=x)  # fmt: skip
 
+# ---- Metrics, plain tensors beside DTensors, and torch's own ways to call
 
-CASES.add("fused_linear_log_probs of a frozen head", frozen_head)
+for op in (F.fused_linear_cross_entropy_with_metrics, F.fused_linear_cross_entropy_with_log_probs):
+    case(f"{op.__name__} by class and sequence", op,
+         dict(input=(HIDDEN, Shard(1)), weight=(HEAD, Shard(0)), target=(TOKENS, R)), R)  # fmt: skip
+case("cross_entropy_with_metrics by class", F.cross_entropy_with_metrics,
+     dict(logits=(LOGITS, Shard(2)), target=(TOKENS, R)), R)  # fmt: skip
 
 
 def plain_beside(mesh: Any) -> None:
@@ -331,42 +258,35 @@ CASES.add("losses compiled with fullgraph", compiled_losses)
 
 # ---- Layouts that no rule lists
 
-CASES.refuse(
-    {
-        "cross_entropy, partial logits": (
-            F.cross_entropy,
-            dict(logits=(LOGITS, SUM), target=(TOKENS, R)),
-            r"cross_entropy: logits must be .* over mesh dimension 0 \(got Partial\(\)\)",
+CASES.refuse({
+    "cross_entropy, partial logits": (
+        F.cross_entropy, dict(logits=(LOGITS, SUM), target=(TOKENS, R)),
+        r"cross_entropy: logits must be .* over mesh dimension 0 \(got Partial\(\)\)",
+    ),
+    "cross_entropy with a group": (
+        partial(F.cross_entropy, group="0", classes=22), dict(logits=(LOGITS, Shard(2)), target=(TOKENS, R)),
+        "cross_entropy: group must be '' for DTensors, which know their mesh",
+    ),
+    "fused_linear_cross_entropy by hidden": (
+        F.fused_linear_cross_entropy, dict(input=(HIDDEN, Shard(2)), weight=(HEAD, Shard(1)), target=(TOKENS, R)),
+        r"fused_linear_cross_entropy: input must be .* over mesh dimension 0 \(got Shard\(2\)\)",
+    ),
+    "fused_linear_divergence, teacher alone by class": (
+        F.fused_linear_divergence,
+        dict(s_input=(HIDDEN, R), s_weight=(HEAD, R), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, Shard(0))),
+        r"fused_linear_divergence: t_weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+    ),
+    "fused_linear_divergence by hidden": (
+        F.fused_linear_divergence,
+        dict(s_input=(HIDDEN, R), s_weight=(HEAD, Shard(1)), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, R)),
+        r"fused_linear_divergence: s_weight must be Replicate\(\), or Shard\(0\) over one mesh dimension, .*\(got Shard\(1\)\)",
+    ),
+    "fused_linear_divergence, unequal parts of a sequence": (
+        F.fused_linear_divergence,
+        dict(
+            s_input=(HIDDEN[:, :7], Shard(1)), s_weight=(HEAD, Shard(0)), t_input=(TEACHER[:, :7], Shard(1)),
+            t_weight=(TEACHER_HEAD, Shard(0)),
         ),
-        "cross_entropy with a group": (
-            partial(F.cross_entropy, group="0", classes=22),
-            dict(logits=(LOGITS, Shard(2)), target=(TOKENS, R)),
-            "cross_entropy: group must be '' for DTensors, which know their mesh",
-        ),
-        "fused_linear_cross_entropy by hidden": (
-            F.fused_linear_cross_entropy,
-            dict(input=(HIDDEN, Shard(2)), weight=(HEAD, Shard(1)), target=(TOKENS, R)),
-            r"fused_linear_cross_entropy: input must be .* over mesh dimension 0 \(got Shard\(2\)\)",
-        ),
-        "fused_linear_divergence, teacher alone by class": (
-            F.fused_linear_divergence,
-            dict(s_input=(HIDDEN, R), s_weight=(HEAD, R), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, Shard(0))),
-            r"fused_linear_divergence: t_weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
-        ),
-        "fused_linear_divergence by hidden": (
-            F.fused_linear_divergence,
-            dict(s_input=(HIDDEN, R), s_weight=(HEAD, Shard(1)), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, R)),
-            r"fused_linear_divergence: s_weight must be Replicate\(\), or Shard\(0\) over one mesh dimension, .*\(got Shard\(1\)\)",
-        ),
-        "fused_linear_divergence, unequal parts of a sequence": (
-            F.fused_linear_divergence,
-            dict(
-                s_input=(HIDDEN[:, :7], Shard(1)),
-                s_weight=(HEAD, Shard(0)),
-                t_input=(TEACHER[:, :7], Shard(1)),
-                t_weight=(TEACHER_HEAD, Shard(0)),
-            ),
-            r"fused_linear_divergence: s_input must have a multiple of \d positions along the sharded dimension 1 \(got 7\)",
-        ),
-    }
-)
+        r"fused_linear_divergence: s_input must have a multiple of \d positions along the sharded dimension 1 \(got 7\)",
+    ),
+})  # fmt: skip

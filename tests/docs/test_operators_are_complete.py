@@ -2,6 +2,9 @@
 
 import re
 
+import dtensor_cases
+import dtensor_expert_cases
+import dtensor_loss_cases
 import pytest
 import torch
 from checks import ROOT
@@ -19,7 +22,8 @@ def text_of(*patterns: str) -> str:
     return "\n".join(path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern)))
 
 
-README, CASES = text_of("README.md"), text_of("tests/distributed/*dtensor*_cases.py")
+README = text_of("README.md")
+CASES = "\n".join(name for module in (dtensor_cases, dtensor_expert_cases, dtensor_loss_cases) for name in module.CASES)
 LAUNCHED = operators_of()
 INTERPRETED = text_of("tests/kernels/*.py", "tests/support/*interpreter*.py")
 

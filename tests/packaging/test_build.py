@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import output_of, run_python
+from found_packages import IMPORTED
 from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample
 
 import liger_ops.kernels as tables
@@ -62,27 +63,27 @@ def machine_with(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("command", BUILDS)
-@pytest.mark.parametrize(
-    "versions, tools, sentence",
-    [
-        (
-            {},
-            TOOLS,
-            "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`",
-        ),
-        (FITTING | {"torch": "2.10.0+cpu"}, TOOLS, "building needs torch 2.11 or newer (got 2.10.0+cpu)"),
-        ({"torch": "2.13.0"}, TOOLS, 'building needs Triton to compile the kernels: `pip install "triton>=3.6"` first'),
-        (FITTING | {"triton": "3.5.1"}, TOOLS, "building needs triton 3.6 or newer (got 3.5.1)"),
-        (FITTING, ("cmake", "ninja"), "building needs a C++ compiler: g++, or the one named in CXX"),
-        (FITTING, ("g++", "ninja"), "building needs CMake: `pip install cmake` first"),
-        (FITTING, ("g++", "cmake"), "building needs ninja: `pip install ninja` first"),
-    ],
-    ids=["no torch", "old torch", "no triton", "old triton", "no compiler", "no cmake", "no ninja"],
-)
-def test_what_a_build_needs_is_checked_before_anything_else(command, versions, tools, sentence, machine_with):
+TORCH = "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`"
+WRONG = {
+    "no torch": ({}, TOOLS, TORCH),
+    "old torch": (FITTING | {"torch": "2.10.0+cpu"}, TOOLS, "building needs torch 2.11 or newer (got 2.10.0+cpu)"),
+    "no triton": (
+        {"torch": "2.13.0"}, TOOLS, 'building needs Triton to compile the kernels: `pip install "triton>=3.6"` first',
+    ),
+    "old triton": (FITTING | {"triton": "3.5.1"}, TOOLS, "building needs triton 3.6 or newer (got 3.5.1)"),
+    "no compiler": (FITTING, TOOLS[1:], "building needs a C++ compiler: g++, or the one named in CXX"),
+    "no cmake": (FITTING, ("g++", "ninja"), "building needs CMake: `pip install cmake` first"),
+    "no ninja": (FITTING, TOOLS[:2], "building needs ninja: `pip install ninja` first"),
+}  # fmt: skip
+# One function checks all of it, for every command.
+COMMANDS = [(BUILDS[0], wrong) for wrong in WRONG] + [(command, "no ninja") for command in BUILDS[1:]]
+
+
+@pytest.mark.parametrize("command, wrong", COMMANDS)
+def test_what_a_build_needs_is_checked_before_anything_else(command, wrong, machine_with):
     """pip runs dist_info before it downloads dependencies, so the error saves a useless download of torch. Nothing is
     copied, configured or compiled."""
+    versions, tools, sentence = WRONG[wrong]
     done = machine_with(command, versions, tools)
     assert done.stderr.splitlines()[-1].startswith(f"liger-ops: {sentence}")
     assert "copying" not in done.stdout and "running build_py" not in done.stdout
@@ -95,7 +96,7 @@ def test_a_build_refuses_the_torch_that_the_package_refuses():
 
 
 CONFIGURED = """
-import json, runpy, subprocess, sys
+import json, runpy, subprocess
 from types import SimpleNamespace
 commands = []
 
@@ -120,7 +121,7 @@ print(json.dumps([command for command in commands if command[0] == "cmake"]))
 def configured(folder, *command, **env):
     """The options that setup.py passes to CMake, and what it prints for users. The machine has no GPU unless `env` says
     otherwise."""
-    code = CONFIGURED.format(command=", ".join(map(repr, command)))
+    code = IMPORTED + CONFIGURED.format(command=", ".join(map(repr, command)))
     done = run_python(code, **{"LD_LIBRARY_PATH": str(folder), "LIGER_OPS_ARCHS": "", **env})
     assert done.returncode == 0, done.stderr
     configure, build = json.loads(done.stdout.splitlines()[-1])
@@ -149,6 +150,9 @@ def test_a_build_compiles_for_the_present_gpus(gpus, asked, archs, monkeypatch):
     stub = {"STUB_CUDA_DEVICES": gpus} if gpus else {"STUB_CUDA_FAIL": "cuInit=100"}
     found, said = configured(driver_folder(), *INPLACE, LIGER_OPS_ARCHS=asked, **stub)
     assert found["LIGER_ARCHS"] == (",".join(map(str, ARCHS)) if archs == "all" else archs)
+    folder = Path(torch.__file__).parent
+    assert found["LIGER_TORCH_DIRS"] == str(folder)
+    assert found["LIGER_TORCH_STANDARDS"] == str(torch_release.cxx_standard(folder))
     assert ("has no GPU" in said and "LIGER_OPS_ARCHS=all" in said) == (not gpus and not asked)
 
 
@@ -162,18 +166,20 @@ def test_an_installed_build_is_for_this_machine(monkeypatch, tmp_path):
 
 
 FOUND = """
-import runpy, setuptools
+import os, runpy, setuptools
 setuptools.setup = lambda **keywords: None
-print(*runpy.run_path("setup.py")["architectures"]())
+architectures = runpy.run_path("setup.py")["architectures"]
+for asked in ("", "90", "none"):
+    os.environ["LIGER_OPS_ARCHS"] = asked
+    print(architectures())
 """
 
 
-@pytest.mark.parametrize("asked, archs", [("", ARCHS), ("90", [90]), ("none", [])])
-def test_a_wheel_for_several_torch_releases_is_for_all_gpus(asked, archs, monkeypatch):
+def test_a_wheel_for_several_torch_releases_is_for_all_gpus(monkeypatch):
     monkeypatch.chdir(ROOT)
-    env = {"LIGER_OPS_ARCHS": asked, "LIGER_OPS_TORCH_VERSIONS": "all", "STUB_CUDA_DEVICES": GPUS}
+    env = {"LIGER_OPS_TORCH_VERSIONS": "all", "STUB_CUDA_DEVICES": GPUS}
     found = output_of(FOUND, LD_LIBRARY_PATH=str(driver_folder()), **env)
-    assert [*map(int, found.split())] == [*archs]
+    assert found.splitlines() == [str([*ARCHS]), "[90]", "[]"]
 
 
 MOVED = """
@@ -200,34 +206,16 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch):
     assert archs.present() == []
 
 
-@pytest.mark.parametrize(
-    "capability, integrated, arch",
-    [
-        (80, False, 80),
-        (89, False, 80),
-        (87, True, 87),
-        (90, False, 90),
-        (103, False, 100),
-        (121, True, 121),
-        (75, False, 75),
-    ],
-)
-def test_a_device_uses_the_pack_of_its_family(capability, integrated, arch):
-    assert archs.serving(capability, integrated) == arch
+def test_a_device_uses_the_pack_of_its_family():
+    served = {(80, False): 80, (89, False): 80, (87, True): 87, (90, False): 90, (103, False): 100, (75, False): 75}
+    served[121, True] = 121
+    assert {device: archs.serving(*device) for device in served} == served
 
 
 @pytest.mark.parametrize("asked", ["sm_90", "9.0", "75", ","])
 def test_unsupported_architectures_are_refused(asked):
     with pytest.raises(SystemExit, match=rf"LIGER_OPS_ARCHS must be .* \(got '{asked}'\)"):
         archs.asked_for(asked)
-
-
-def test_setup_passes_the_cxx_standard_of_the_installed_torch(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    found, _ = configured(tmp_path, *INPLACE)
-    folder = Path(torch.__file__).parent
-    assert found["LIGER_TORCH_DIRS"] == str(folder)
-    assert found["LIGER_TORCH_STANDARDS"] == str(torch_release.cxx_standard(folder))
 
 
 # ---- Generated C++.
@@ -303,10 +291,18 @@ def point_expressions(kernel):
     return list(product(*axes))
 
 
+def printed_by(code, folder):
+    """A program over the runtime and the generated headers."""
+    codegen.generate(folder)
+    (folder / "program.cpp").write_text(code)
+    flags = (f"-I{ROOT / 'csrc'}", f"-I{folder}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
+    program = compile_cpp(folder.name, folder / "program.cpp", flags=flags)
+    return subprocess.run([program], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.thorough
 def test_cpp_and_python_choose_the_same_variant(tmp_path):
     """Both languages choose configs: every axis point of every table, on both sides of every width limit."""
-    codegen.generate(tmp_path)
     everything = tables.kernels()
     widths, rows = (
         sorted({1, 1 << 40} | {b + d for b in bounds if b is not None for d in (0, 1)})
@@ -316,17 +312,8 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
         f"  choose<kernels::{k.name}>({', '.join(points)});" for k in everything for points in point_expressions(k)
     ]
     headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
-    (tmp_path / "choose.cpp").write_text(
-        CHOOSE.format(
-            includes=headers,
-            widths=", ".join(f"{w}L" for w in widths),
-            rows=", ".join(f"{r}L" for r in rows),
-            calls="\n".join(calls),
-        )
-    )
-    flags = (f"-I{ROOT / 'csrc'}", f"-I{tmp_path}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
-    program = compile_cpp("choose", tmp_path / "choose.cpp", flags=flags)
-    chosen = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    numbers = {name: ", ".join(f"{n}L" for n in values) for name, values in (("widths", widths), ("rows", rows))}
+    chosen = printed_by(CHOOSE.format(includes=headers, **numbers, calls="\n".join(calls)), tmp_path).splitlines()
     expected = [
         f"{k.name} {k.pick(point, width, aligned, count).index}"
         for k in everything
@@ -450,14 +437,8 @@ def test_a_kernel_for_one_architecture_is_compiled_only_for_it():
 
 @pytest.mark.parametrize("stem", [*(f"sm_{arch}" for arch in ARCHS), "ptx"])
 def test_packs_contain_no_build_paths(stem):
-    places = [
-        str(ROOT),
-        str(Path.home()),
-        sys.prefix,
-        "/tmp/",
-        "site-packages",
-        *(f"{stem}.py" for stem in tables.modules()),
-    ]
+    places = [str(ROOT), str(Path.home()), sys.prefix, "/tmp/", "site-packages"]
+    places += [f"{stem}.py" for stem in tables.modules()]
     for entry in pack.read(PACKS / f"{stem}.pack")[2]:
         for place in places:
             assert place.encode() not in entry.binary, f"{entry.name}: {place}"
@@ -499,22 +480,18 @@ def keys_after(tmp_path):
 def test_an_edit_recompiles_only_the_kernels_it_affects(keys_after):
     before = keys_after()
     # A statement, a constant that two kernels share, a comment outside every kernel, and one config.
-    edits = {
-        ("kernels/norms/column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
-        ("kernels/norms/rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
-            "rms_norm_fwd",
-            "rms_norm_bwd",
-        },
-        ("kernels/norms/column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
-        ("kernels/norms/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
-    }
-    for edit, expected in edits.items():
+    column_sum, rms_norm = (f"kernels/norms/{stem}.py" for stem in ("column_sum", "rms_norm"))
+    edits = [
+        (column_sum, "sums += tl.load", "sums += 1.0 * tl.load", {"column_sum"}),
+        (rms_norm, "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)", {"rms_norm_fwd", "rms_norm_bwd"}),
+        (column_sum, "KERNELS = [", "# A remark.\nKERNELS = [", set()),
+        (column_sum, "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16", {"column_sum"}),
+    ]
+    for *edit, expected in edits:
         after = keys_after(*edit)
         assert {name for name in before if before[name] != after[name]} == expected, edit
     # The source hash, which packs and caches check, changes together with the cache key.
-    changed = keys_after("kernels/norms/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")[
-        "column_sum"
-    ]
+    changed = after["column_sum"]
     assert changed[0] != before["column_sum"][0]
     configs = len(tables.find("column_sum").configs)
     assert [i % configs == 0 for i in range(len(changed[1]))] == [
@@ -603,11 +580,7 @@ int main() {
 
 
 def test_a_trial_config_overrides_one_of_the_table(tmp_path):
-    codegen.generate(tmp_path)
-    flags = (f"-I{ROOT / 'csrc'}", f"-I{tmp_path}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
-    (tmp_path / "tried.cpp").write_text(TRIED)
-    program = compile_cpp("tried", tmp_path / "tried.cpp", flags=flags)
-    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "7 2 1 1"
+    assert printed_by(TRIED, tmp_path) == "7 2 1 1"
 
 
 # ---- Constants and names that C++ and kernels share.

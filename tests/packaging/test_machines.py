@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checks import run_python
+from found_packages import IMPORTED
 from stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 from liger_ops.aot import flags, machines, manylinux, torch_release
@@ -162,8 +163,10 @@ def test_libraries_load_on_older_systems(machine, tmp_path):
 
 # ---- The build.
 
-CROSS = """
-import json, os, runpy, subprocess, sys
+CROSS = (
+    IMPORTED
+    + """
+import json, os, runpy, subprocess
 run = subprocess.run
 
 def configure(command, **options):
@@ -176,6 +179,7 @@ subprocess.run = configure
 sys.argv = ["setup.py", "-q", "build_ext"]
 runpy.run_path("setup.py", run_name="__main__")
 """
+)
 
 
 @pytest.fixture

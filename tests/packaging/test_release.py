@@ -1,5 +1,6 @@
 """Releases: libraries for older systems and other torch versions, the wheel, the sdist and the version."""
 
+import json
 import re
 import subprocess
 import sys
@@ -187,28 +188,32 @@ def test_the_installed_torch_is_among_the_releases():
 # ---- The wheel and the sdist.
 
 TAGS = """
-import runpy, setuptools
+import json, os, runpy, setuptools, sys
 found = {}
 setuptools.setup = lambda **keywords: found.update(keywords)
-runpy.run_path("setup.py")
-wheel = found["cmdclass"]["bdist_wheel"](setuptools.Distribution({"name": "liger-ops", "ext_modules": [1]}))
-wheel.ensure_finalized()
-print("-".join(wheel.get_tag()))
+for machine, versions in json.loads(sys.argv[1]):
+    os.environ |= {"LIGER_OPS_MACHINE": machine, "LIGER_OPS_TORCH_VERSIONS": versions}
+    runpy.run_path("setup.py")
+    wheel = found["cmdclass"]["bdist_wheel"](setuptools.Distribution({"name": "liger-ops", "ext_modules": [1]}))
+    wheel.ensure_finalized()
+    print("-".join(wheel.get_tag()))
 """
 
 
-@pytest.mark.parametrize("machine", ["", *machines.MACHINES])
-def test_a_wheel_for_several_torch_versions_supports_every_python(machine, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    several = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="2.11 2.13", LIGER_OPS_MACHINE=machine).split()[-1]
-    assert several == f"py3-none-manylinux_2_28_{machine or HERE.name}"
+def tags(*asked):
+    """Of wheels for a machine and torch versions."""
+    command = [sys.executable, "-c", TAGS, json.dumps(asked)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_a_wheel_for_the_installed_torch_is_for_this_python_and_machine(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    one = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="", LIGER_OPS_MACHINE="").split()[-1]
+def test_tags_of_wheels():
+    """For several torch versions, a wheel serves every Python; for the installed torch, this Python and machine."""
+    done = tags(*((machine, "2.11 2.13") for machine in ("", *machines.MACHINES)), ("", ""))
+    *several, one = done.stdout.split()
+    names = (HERE.name, *machines.MACHINES)
+    assert several == [f"py3-none-manylinux_2_28_{name}" for name in names], done.stderr
     assert one.startswith(f"cp{sys.version_info[0]}{sys.version_info[1]}-") and one.endswith(f"_{HERE.name}")
-    done = run_python(TAGS, LIGER_OPS_TORCH_VERSIONS="", LIGER_OPS_MACHINE="aarch64")
+    done = tags(("aarch64", ""))
     sentence = "liger-ops: LIGER_OPS_MACHINE needs LIGER_OPS_TORCH_VERSIONS"
     assert (done.returncode, done.stderr.splitlines()[-1][: len(sentence)]) == (1, sentence)
 
@@ -246,17 +251,7 @@ def test_a_wheel_without_a_required_library_is_refused(tmp_path, monkeypatch):
 
 def test_the_sdist_contains_every_file_needed_by_a_build(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "egg_info",
-        "--egg-base",
-        str(tmp_path),
-        "sdist",
-        "--dist-dir",
-        str(tmp_path),
-    ]
+    command = [sys.executable, *f"setup.py -q egg_info --egg-base {tmp_path} sdist --dist-dir {tmp_path}".split()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.tar.gz")
@@ -264,16 +259,8 @@ def test_the_sdist_contains_every_file_needed_by_a_build(tmp_path, monkeypatch):
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if "." in name.rpartition("/")[2]}
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
-    folders = (
-        "csrc/",
-        "liger_ops/",
-        "tests/",
-        "examples/",
-        "setup.py",
-        "pyproject.toml",
-        "CMakeLists.txt",
-        "CHANGELOG.md",
-    )
+    folders = ("csrc/", "liger_ops/", "tests/", "examples/")
+    folders += ("setup.py", "pyproject.toml", "CMakeLists.txt", "CHANGELOG.md")
     assert {name for name in tracked if name.startswith(folders)} <= names
     assert not [name for name in names if name.endswith((".so", ".pack", ".pyc"))]
 

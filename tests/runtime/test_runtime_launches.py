@@ -3,6 +3,7 @@
 import re
 import struct
 import subprocess
+from functools import cache
 from itertools import islice
 
 import pytest
@@ -346,21 +347,27 @@ FAILURES = {
 def fail_then_recover():
     first = refusal(grid=(3, 2, 1))
     driver.fail(b"")
-    return [first, refusal(grid=(3, 2, 1))]
+    return [first, refusal(grid=(3, 2, 1)), *(len(calls(name)) for name in ("cuModuleLoadData", "cuModuleUnload"))]
+
+
+@cache
+def failure(call):
+    """The messages of two launches, of which the call fails in the first, and how many modules were loaded and unloaded."""
+    return stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=call).value
 
 
 @pytest.mark.parametrize("failing", FAILURES)
 def test_a_failing_driver_call_gives_one_sentence(failing):
     known, reason = FAILURES[failing]
     device = r"device 0 \(Stub H200, sm_90\)" if known else "device 0"
-    (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
+    message, *_ = failure(failing)
     what = rf"launch of {re.escape(VARIANT)} with grid \(3, 2, 1\) on {device} failed"
     assert re.match(rf"{what}: {reason}: the stub's text for error \d+", message), message
 
 
 @pytest.mark.parametrize("failing", [f for f in FAILURES if FAILURES[f][0]])
 def test_a_temporary_failure_is_not_remembered(failing):
-    (first, second), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
+    first, second, *_ = failure(failing)
     assert first and not second
 
 
@@ -377,26 +384,17 @@ def test_sticky_errors_are_attributed_to_an_earlier_operation(blocking):
     assert ("; an earlier operation in this process caused it" in message) == (blocking != "1")
 
 
-def modules_after_a_failure():
-    fail_then_recover()
-    return [len(calls(name)) for name in ("cuModuleLoadData", "cuModuleUnload")]
-
-
 def test_a_module_without_its_kernel_is_unloaded():
     """Later launches load it again, and the last one succeeds. If loading fails, nothing is unloaded."""
-    loaded, unloaded = stub_cuda.run(
-        modules_after_a_failure, needs=[fail_then_recover], STUB_CUDA_FAIL="cuModuleGetFunction=500"
-    ).value
+    *_, loaded, unloaded = failure("cuModuleGetFunction=500")
     assert unloaded == loaded - 1 > 0
-    _, unloaded = stub_cuda.run(
-        modules_after_a_failure, needs=[fail_then_recover], STUB_CUDA_FAIL="cuModuleLoadData=2"
-    ).value
+    *_, unloaded = failure("cuModuleLoadData=2")
     assert unloaded == 0
 
 
 @pytest.mark.parametrize("failing", ["cuCtxPopCurrent=201", "cuThreadExchangeStreamCaptureMode=1"])
 def test_optional_driver_calls_may_fail(failing):
-    (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
+    message, *_ = failure(failing)
     assert not message
 
 

@@ -309,42 +309,26 @@ def test_preload_knows_the_kernels_of_every_operator():
     assert {op: set(kernels) for op, kernels in found.items()} == expected
 
 
-def preload_of_an_unknown_operator(name):
-    try:
-        return runtime.preload(0, ["rms_norm", name])
-    except RuntimeError as error:
-        return str(error)
+def preload_errors(requests):
+    out = []
+    for device, ops, failing in requests:
+        driver.fail(failing.encode())
+        try:
+            out.append(runtime.preload(device, ops))
+        except RuntimeError as error:
+            out.append(str(error))
+    return out
 
 
-@pytest.mark.parametrize("name", ["rms", "rms_norms"])
-def test_preload_of_an_unknown_operator(name):
-    message = stub_cuda.run(preload_of_an_unknown_operator, name).value
-    assert message == f"ops must be operators that launch kernels (got '{name}')"
-
-
-def preload_fails():
-    try:
-        return runtime.preload(9)
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_preload_of_a_nonexistent_device():
-    assert stub_cuda.run(preload_fails).value.startswith("cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE (101)")
-
-
-def preload_with_an_error():
-    driver.fail(b"cuModuleLoadData=700@3")
-    try:
-        return runtime.preload(0)
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_preload_stops_at_a_device_error():
-    message = stub_cuda.run(preload_with_an_error).value
+def test_preload_of_what_is_wrong():
+    """Operators that do not exist, a device that does not exist, and a device error, at which it stops."""
+    unknown = [(0, ["rms_norm", name], "") for name in ("rms", "rms_norms")]
+    requests = [*unknown, (9, [], ""), (0, [], "cuModuleLoadData=700@3")]
+    *refused, missing, failed = stub_cuda.run(preload_errors, requests).value
+    assert refused == [f"ops must be operators that launch kernels (got '{name}')" for name in ("rms", "rms_norms")]
+    assert missing.startswith("cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE (101)")
     what = r"loading \S+ on device 0 \(Stub H200, sm_90\) failed: cuModuleLoadData returned CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert re.match(what, message) and message.endswith(EARLIER)
+    assert re.match(what, failed) and failed.endswith(EARLIER)
 
 
 # ---- Log and messages.

@@ -4,16 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from checks import assert_most_digits
-from post_training import (
-    CLASSES,
-    B,
-    Model,
-    S,
-    all_log_probs,
-    model,
-    of_ids,
-    targets,
-)
+from post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 from solo_group import group_of_one, solo_group
 from torch.utils._pytree import tree_leaves
 

@@ -243,10 +243,8 @@ def test_devices_and_backends(liger_kernel_served, monkeypatch):
     def device_is(cuda=False, xpu=False, npu=False, **properties):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu)
-        fake, found = (
-            SimpleNamespace(is_available=lambda: npu),
-            SimpleNamespace(total_memory=5 * 2**30 - 1, **properties),
-        )
+        fake = SimpleNamespace(is_available=lambda: npu)
+        found = SimpleNamespace(total_memory=5 * 2**30 - 1, **properties)
         for module in (torch.cuda, torch.xpu, fake):
             monkeypatch.setattr(module, "get_device_properties", lambda device=0: found, raising=False)
         monkeypatch.setattr(torch, "npu", fake, raising=False)
@@ -258,22 +256,14 @@ def test_devices_and_backends(liger_kernel_served, monkeypatch):
         utils.get_total_gpu_memory()
     device_is(cuda=True)
     assert (utils.infer_device(), utils.get_total_gpu_memory()) == ("cuda", 4)
-    for capability, arch in (
-        ((8, 6), "ampere_ada"),
-        ((9, 0), "hopper"),
-        ((10, 3), "blackwell_ultra"),
-        ((11, 0), "sm_110"),
-    ):
+    names = {(8, 6): "ampere_ada", (9, 0): "hopper", (10, 3): "blackwell_ultra", (11, 0): "sm_110"}
+    for capability, arch in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0, found=capability: found)
         utils.infer_device_arch.cache_clear()
         assert utils.infer_device_arch() == arch
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    for target, arch in (
-        ("gfx942:sramecc+:xnack-", "cdna3"),
-        ("gfx1100", "rdna3"),
-        ("gfx9999", "gfx9999"),
-        ("", "cuda"),
-    ):
+    names = {"gfx942:sramecc+:xnack-": "cdna3", "gfx1100": "rdna3", "gfx9999": "gfx9999", "": "cuda"}
+    for target, arch in names.items():
         device_is(cuda=True, gcnArchName=target)
         assert utils.infer_device_arch() == arch
     for name, arch in (("Data Center GPU Max 1550", "pvc"), ("Arc(TM) A770", "arc"), ("Other", "xpu")):
@@ -285,15 +275,9 @@ def test_devices_and_backends(liger_kernel_served, monkeypatch):
     device_is(xpu=True)  # a device without a name
     assert utils.infer_device_arch() == "xpu"
 
-    names = {
-        "nccl": "is_nccl_available",
-        "xccl": "is_xccl_available",
-        "mpi": "is_mpi_available",
-        "gloo": "is_gloo_available",
-    }
     for available in (["nccl", "gloo"], ["xccl", "mpi"], ["mpi", "gloo"], ["gloo"]):
-        for name, function in names.items():
-            monkeypatch.setattr(torch.distributed, function, lambda found=name in available: found)
+        for name in ("nccl", "xccl", "mpi", "gloo"):
+            monkeypatch.setattr(torch.distributed, f"is_{name}_available", lambda found=name in available: found)
         assert utils.infer_comm_backend() == available[0]
     device_is(npu=True)
     assert utils.infer_comm_backend() == "hccl"

@@ -310,17 +310,8 @@ def machine_of(suite):
 
 
 def measured(op, shapes, passes=("forward", "full"), providers=("ours",), **facts):
-    common = {
-        "op": op,
-        "dtype": "float32",
-        "path": "cpu",
-        "median": 2.0,
-        "q1": 2.0,
-        "q3": 2.0,
-        "samples": 3,
-        "floor": 1.0,
-    }
-    common |= {"unit": "us", "bytes": 1 << 30, **facts}
+    common = dict(op=op, dtype="float32", path="cpu", unit="us", bytes=1 << 30, samples=3, floor=1.0)
+    common |= dict(median=2.0, q1=2.0, q3=2.0, **facts)
     return [
         {"kind": kind, "shape": shape, "provider": provider, "pass": name, **common}
         for provider in providers for name in passes for shape in shapes for kind in ("time", "memory")
@@ -369,14 +360,7 @@ def test_every_provider_has_a_color():
 
 def test_a_run_of_training_is_drawn_again(tmp_path):
     path = tmp_path / "training.jsonl"
-    numbers = {
-        "batch": 8,
-        "length": 64,
-        "layers": 2,
-        "tokens_per_second": 9.0,
-        "peak_gib": 1.5,
-        "first_step_seconds": 1.0,
-    }
+    numbers = dict(batch=8, length=64, layers=2, tokens_per_second=9.0, peak_gib=1.5, first_step_seconds=1.0)
     record = {"kind": "training", "model": "llama", "losses": [1.0], **numbers}
     records = [machine_of(None), *({**record, "provider": provider} for provider in ("hf", "ours-compile"))]
     path.write_text("\n".join(map(json.dumps, records)))
@@ -387,18 +371,13 @@ def test_a_run_of_training_is_drawn_again(tmp_path):
 
 def test_labels_of_training():
     plain = {"model": "llama", "adapters": "float32", "rank": 16, "targets": "all-linear", "dropout": 0.0}
-    labels = [
-        training.model_of({"model": "llama", "checkpointing": True}),
-        training.model_of(plain),
-        training.model_of(plain | {"base": "nf4", "checkpointing": True}),
-        training.model_of(plain | {"adapters": "none", "base": "int8"}),
-    ]
-    assert labels == [
-        "llama, checkpointing",
-        "llama, float32 adapters of rank 16",
-        "llama, float32 adapters of rank 16, nf4 base, checkpointing",
-        "llama, frozen, without adapters, int8 base",
-    ]
+    labels = {
+        "llama, checkpointing": {"model": "llama", "checkpointing": True},
+        "llama, float32 adapters of rank 16": plain,
+        "llama, float32 adapters of rank 16, nf4 base, checkpointing": plain | {"base": "nf4", "checkpointing": True},
+        "llama, frozen, without adapters, int8 base": plain | {"adapters": "none", "base": "int8"},
+    }
+    assert [training.model_of(record) for record in labels.values()] == [*labels]
 
 
 def test_quantised_weights_are_not_trained(monkeypatch, capsys):
@@ -431,16 +410,10 @@ def test_written_records_are_read_back(tmp_path):
 def run_of(path, median, shapes, providers=("ours",)):
     times = {"q1": median, "q3": median, "samples": 3, "floor": 1.0, "unit": "us", "path": "cpu", "median": median}
     common = {"op": "swiglu", "dtype": "float32", "provider": "ours"} | times
-    records = [
-        {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "rounds": 1, "providers": [*providers]},
-        {"kind": "ceiling", "copy_gb_s": median},
-        *(
-            {"kind": kind, "shape": shape, "pass": "forward", **common}
-            for shape in shapes
-            for kind in ("time", "memory")
-        ),
-        {"kind": "host", "shape": [1, 8], "pass": "grad", **common},
-    ]
+    records = [machine_of("full") | {"providers": [*providers]}, {"kind": "ceiling", "copy_gb_s": median}]
+    for kind in ("time", "memory"):
+        records += [{"kind": kind, "shape": shape, "pass": "forward", **common} for shape in shapes]
+    records.append({"kind": "host", "shape": [1, 8], "pass": "grad", **common})
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return path
 

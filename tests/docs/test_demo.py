@@ -54,15 +54,5 @@ def test_progress_in_a_log_is_ten_lines(capsys):
 
 @pytest.mark.gpu
 def test_on_a_gpu_under_compile(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "liger_ops.demo",
-        "--model-size",
-        "tiny",
-        "--compile",
-        "--out",
-        tmp_path / "demo.png",
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment_of_tree())
+    done = run_demo("--device", "cuda", "--compile", "--out", tmp_path / "demo.png")
     assert done.returncode == 0 and f" {served_by('cuda')}" in done.stdout, done.stdout + done.stderr

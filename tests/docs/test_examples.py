@@ -157,19 +157,8 @@ def test_the_sweep_over_all_models():
 
 @pytest.mark.thorough
 def test_whole_training_steps(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.training",
-        "--tiny",
-        "--device",
-        "cpu",
-        "--models",
-        "llama",
-        "--steps",
-        1,
-    ]
-    out = run_example(*command, "--providers", "hf,ours", "--out", tmp_path)
+    options = "--tiny --device cpu --models llama --steps 1 --providers hf,ours --out".split()
+    out = run_example(sys.executable, "-m", "benchmarks.training", *options, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     assert [r.get("provider") for r in rows] == [None, "hf", "ours"] and not any("error" in r for r in rows)
     assert rows[1]["losses"] == pytest.approx(rows[2]["losses"], abs=1e-4)

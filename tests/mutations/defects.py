@@ -44,7 +44,7 @@ OPERATORS = [
     Defect(
         "rms-norm-accepts-any-weight", "csrc/ops/norms/rms_norm.cpp",
         'if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);', "",
-        "ops/norms/test_rms_norm.py ops/test_every_operator.py",
+        "ops/norms/test_norms.py ops/test_every_operator.py",
     ),
     Defect(
         "rms-norm-overwrites-a-gradient-in-use", "csrc/ops/norms/rms_norm.cpp",

@@ -1,50 +1,14 @@
-"""The formula of rms_norm, which several operators contain, and the magnitude of the terms of a norm's gradients."""
+"""Calls of the norms over the last dimension, and the magnitude of the terms of their gradients."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from checks import check_op
 from torch import Tensor
 
 from liger_ops._accuracy import compute_dtype
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
-):
-    compute = torch.promote_types(x.dtype, torch.float32)
-    normed = x.to(compute) * torch.rsqrt(x.to(compute).square().mean(-1, keepdim=True) + eps)
-    if weight is None:
-        return normed.to(x.dtype)
-    if casting_mode == "llama":
-        normed = normed.to(x.dtype).to(compute)
-    return (normed * (weight.to(compute) + offset)).to(x.dtype)
-
-
-def rms_norm_gated(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    activation: str = "silu",
-    *,
-    gate_first: bool = False,
-    group_size: int | None = None,
-):
-    compute = torch.promote_types(x.dtype, torch.float32)
-    act = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
-    wide, by = x.to(compute), act(gate.to(compute))
-    rows = wide * by if gate_first else wide
-    normed = rms_norm(rows.unflatten(-1, (-1, group_size or x.shape[-1])), None, eps).flatten(-2)
-    if casting_mode == "llama":
-        normed = normed.to(x.dtype)
-    if weight is not None:
-        normed = normed.to(compute) * (weight.to(compute) + offset)
-    if casting_mode == "llama":
-        # As in transformers: two half-precision factors have such a product, and a wider weight makes it wider.
-        normed = normed.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
-    if gate_first:
-        return normed if casting_mode == "llama" else normed.to(x.dtype)
-    return (normed.to(compute) * by).to(x.dtype)
+from liger_ops.reference import operators
 
 
 @torch.no_grad()
@@ -59,7 +23,60 @@ def terms(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, cen
     return factor * float((rows.square().mean(-1) + eps).rsqrt().max())
 
 
+@torch.no_grad()
+def gated_terms(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, activation: str = "silu",
+    gate_first: bool = False, group_size: int | None = None, **_,
+) -> float:  # fmt: skip
+    """Of the gradients of x and gate."""
+    if x.numel() == 0:
+        return 0.0
+    z = gate.double()
+    act = z.sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(z)
+    rows = (x.double() * act if gate_first else x.double()).unflatten(-1, (-1, group_size or x.shape[-1]))
+    size = terms(rows, None, eps)
+    size *= 1.0 if weight is None else float((weight.double() + offset).abs().max())
+    return size * max(1.0, float(act.abs().max()), 1.1 * float(x.abs().max()))
+
+
 def noise(outputs: int, rows: list[Tensor], x: Tensor, weight: Tensor | None, eps: float, **options) -> list[float]:
     """For test_properties.py: the rounding of those terms. rows: the inputs whose gradients are those of x."""
     error = 2 * torch.finfo(compute_dtype([x])).eps * terms(x.detach(), weight, eps, **options)
     return [0.0] * outputs + [error for t in rows if t.requires_grad]
+
+
+class Norm(NamedTuple):
+    """How many tensors of rows, parameters and results an operator has, its kernels, and the terms of its gradients."""
+
+    rows: int
+    parameters: int
+    results: int
+    kernels: tuple[str, str]
+    terms: Callable[..., float]
+
+
+RMS_NORM = "rms_norm_fwd", "rms_norm_bwd"
+NORMS = {
+    "rms_norm": Norm(1, 1, 1, RMS_NORM, lambda x, w: terms(x, w, 1e-6)),
+    "fused_add_rms_norm": Norm(2, 1, 2, RMS_NORM, lambda x, residual, w: terms((x + residual).detach(), w, 1e-6)),
+    "layer_norm": Norm(1, 2, 1, ("layer_norm_fwd", "layer_norm_bwd"), lambda x, w, b: terms(x, w, 1e-5, centred=True)),
+    "rms_norm_gated": Norm(
+        2, 1, 1, ("rms_norm_gated_fwd", "rms_norm_gated_bwd"), lambda *t, **options: gated_terms(*t, 1e-6, **options)
+    ),
+}
+
+
+def make(name, shape, dtype, device, parameter_dtype=None) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and upstream gradients."""
+    torch.manual_seed(0)  # compared rounding errors must not depend on which tests ran before
+    norm = NORMS[name]
+    inputs = [torch.randn(shape, dtype=dtype, device=device) for _ in range(norm.rows)]
+    columns = dict(dtype=parameter_dtype or dtype, device=device)
+    inputs += [torch.randn(shape[-1], **columns) for _ in range(norm.parameters)]
+    grads = [torch.randn(shape, dtype=dtype, device=device) for _ in range(norm.results)]
+    return [t.requires_grad_() for t in inputs], grads
+
+
+def check(name, inputs, grads, device, terms=0.0, **options) -> None:
+    op, formula = getattr(torch.ops.liger, name), operators()[name].reference
+    check_op(lambda *t: op(*t, **options), lambda *t: formula(*t, **options), inputs, grads, device, terms)

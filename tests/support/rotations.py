@@ -1,8 +1,9 @@
 """Helpers that the tests of rope and qk_norm_rope share: formulas, inputs and layouts."""
 
 import torch
-from normalization import rms_norm
 from torch import Tensor
+
+from liger_ops import functional
 
 
 def rotate(x: Tensor, interleaved: bool) -> Tensor:
@@ -119,5 +120,5 @@ def reference_qk_norm_rope(
     interleaved=False,
     mrope_section=None,
 ):
-    q, k = (rms_norm(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
+    q, k = (functional.rms_norm.reference(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
     return reference(q, k, cos, sin, interleaved, mrope_section)

@@ -1,6 +1,7 @@
-"""Helpers that the tests of rope and qk_norm_rope share: formulas, inputs and layouts."""
+"""Calls of rope and qk_norm_rope, and their formulas as models write them."""
 
 import torch
+from checks import check_op
 from torch import Tensor
 
 from liger_ops import functional
@@ -46,15 +47,12 @@ def by_section(t: Tensor, sections, interleaved: bool, one_per_pair: bool = Fals
     return torch.stack([t[w, ..., i] for i, w in enumerate(which.tolist())], -1)
 
 
-def reference_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor):
-    def apply(x: Tensor) -> Tensor:
-        compute = torch.promote_types(x.dtype, torch.float32)
-        width = 2 * freqs_cis.shape[-1]
-        pairs = torch.view_as_complex(x[..., :width].to(compute).unflatten(-1, (-1, 2)))
-        turned = torch.view_as_real(pairs * freqs_cis.unsqueeze(-3).to(pairs.dtype)).flatten(-2)
-        return torch.cat((turned.to(x.dtype), x[..., width:]), -1)
-
-    return apply(q), apply(k)
+def reference_qk_norm_rope(
+    q, k, q_weight, k_weight, cos, sin, eps=1e-6, offset=0.0, casting_mode="llama", interleaved=False,
+    mrope_section=None,
+):  # fmt: skip
+    q, k = (functional.rms_norm.reference(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
+    return reference(q, k, cos, sin, interleaved, mrope_section)
 
 
 def heads(batch, count, sequence, size, dtype, device, requires_grad=True):
@@ -69,56 +67,27 @@ def angles(*shape, dtype=torch.float32, device="cpu"):
     return phase.cos().to(dtype), phase.sin().to(dtype)
 
 
-ANGLE_LAYOUTS = {
-    "slice of a longer table": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
-    "slice of wider rows": lambda t: torch.cat([t, t], 2)[..., : t.shape[2]],
-    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "misaligned": lambda t: torch.cat([t.flatten(), t.new_zeros(1)]).roll(1)[1:].view(t.shape),
-    "expanded": lambda t: t[:1].expand_as(t),
-}
+FORMULAS = {"rope": reference, "qk_norm_rope": reference_qk_norm_rope}
 
 
-LAYOUTS = {
-    "positions first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "heads first": lambda x: x.contiguous(),
-    "slice of a fused projection": lambda x: torch.cat([x.transpose(1, 2)] * 3, 2)[:, :, 1 : 1 + x.shape[1]].transpose(
-        1, 2
-    ),
-    "without the last position": lambda x: torch.cat([x, x[:, :, :1]], 2)[:, :, :-1],
-    "slice of longer heads": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
-    "strided columns": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
-    "expanded heads": lambda x: x[:, :1].expand_as(x),
-}
+def make(
+    name, batch, q_heads, k_heads, sequence, size, dtype, device, rotated=None, weight_dtype=None,
+    angle_dtype=torch.float32, angle_batch=1,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Inputs, the last of which are cos and sin, and upstream gradients."""
+    torch.manual_seed(0)  # compared rounding errors must not depend on which tests ran before
+    counts = q_heads, k_heads
+    inputs = [heads(batch, count, sequence, size, dtype, device) for count in counts]
+    if name == "qk_norm_rope":
+        columns = dict(dtype=weight_dtype or dtype, device=device, requires_grad=True)
+        inputs += [torch.randn(size, **columns) for _ in counts]
+    width = size if rotated is None else rotated
+    inputs += angles(angle_batch, sequence, width, dtype=angle_dtype, device=device)
+    return inputs, [heads(batch, count, sequence, size, dtype, device, False) for count in counts]
 
 
-class Probe(torch.autograd.Function):
-    """Copies its inputs and records the addresses of gradients, either before or after `rope`."""
-
-    @staticmethod
-    def forward(ctx, seen: list, fresh: bool, *tensors: Tensor):
-        ctx.seen, ctx.fresh = seen, fresh
-        return tuple(t.clone() for t in tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):
-        passed = tuple(g.clone() if ctx.fresh else g for g in gradients)
-        ctx.seen.append([g.data_ptr() for g in passed])
-        return None, None, *passed
-
-
-def reference_qk_norm_rope(
-    q,
-    k,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    eps=1e-6,
-    offset=0.0,
-    casting_mode="llama",
-    interleaved=False,
-    mrope_section=None,
-):
-    q, k = (functional.rms_norm.reference(x, w, eps, offset, casting_mode) for x, w in ((q, q_weight), (k, k_weight)))
-    return reference(q, k, cos, sin, interleaved, mrope_section)
+def check(name, inputs, grads, device, **options) -> None:
+    (*learned, cos, sin), op, formula = inputs, getattr(torch.ops.liger, name), FORMULAS[name]
+    check_op(
+        lambda *t: op(*t, cos, sin, **options), lambda *t: formula(*t, cos, sin, **options), learned, grads, device
+    )

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from causal_convolution import packed
 from causal_convolution import reference as convolved
-from checks import CPU_DTYPES, LAYOUTS, check_op, equal, gradients, like, path_taken
+from checks import CPU_DTYPES, check_op, equal, gradients, path_taken
+from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
-from torch.utils.checkpoint import checkpoint
 
 conv = torch.ops.liger.short_conv
 
@@ -16,13 +17,7 @@ def reference(bcx, weight, bias=None, lengths=None):
 
 
 def ours(bcx, weight, bias=None, lengths=None, cumulative=False):
-    packed = {}
-    if lengths:
-        samples = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(bcx.device)
-        packed = dict(seq_idx=samples.expand(len(bcx), -1))
-    if cumulative:
-        packed = dict(cu_seqlens=torch.tensor([0, *lengths], device=bcx.device).cumsum(0))
-    return conv(bcx, weight, bias, **packed)
+    return conv(bcx, weight, bias, **packed(lengths, bcx, cumulative))
 
 
 def make(batch, length, n, width, dtype, device, weight_dtype=None, with_bias=True):
@@ -97,52 +92,9 @@ def test_roundings(dtype, weight_dtype, device):
     assert (ours(bcx, weight, bias) != c * v).double().mean() < 0.02
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, device):
-    (bcx, weight, bias), (grad,) = make(3, 8, 24, 3, torch.float32, device)
-    check([LAYOUTS[layout](bcx.detach()).requires_grad_(), weight, bias], [grad], device)
-    check([bcx, weight, bias], [LAYOUTS[layout](grad)], device)
-
-
-@pairwise(needs_bcx=[True, False], needs_weight=[True, False], needs_bias=[True, False])
-def test_only_required_gradients(needs_bcx, needs_weight, needs_bias, device):
-    inputs, grads = make(2, 9, 24, 3, torch.float32, device)
-    for t, needed in zip(inputs, (needs_bcx, needs_weight, needs_bias)):
-        t.requires_grad_(needed)
-    check(inputs, grads, device)
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
-def test_empty(shape, device):
-    inputs, grads = make(*shape, 3, torch.float32, device)
-    found = gradients(lambda *t: ours(*t), inputs, grads)
-    assert found[0].shape == shape and all((t == 0).all() for t in found)
-
-
-@pairwise(width=[2, 3], lengths=[None, [2, 3]], with_bias=[True, False])
-def test_gradcheck(width, lengths, with_bias):
-    inputs, _ = make(2, 5, 3, width, torch.float64, "cpu", with_bias=with_bias)
-    wanted = [t for t in inputs if t is not None]
-    assert torch.autograd.gradcheck(lambda *t: ours(*t, lengths=lengths), wanted)
-
-
-def test_autocast_casts_as_for_a_linear_layer(device):
-    inputs, _ = make(2, 5, 8, 3, torch.float32, device)
-    with torch.autocast(device, torch.bfloat16):
-        y = ours(*inputs)
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in inputs)
-
-
-def test_below_a_checkpoint(device):
-    inputs, grads = make(2, 9, 24, 3, torch.float32, device)
-    plain = gradients(ours, inputs, grads)
-
-    def again(*t):
-        return checkpoint(ours, *t, use_reentrant=False)
-
-    assert equal(gradients(again, [like(t) for t in inputs], grads), plain)
+def test_no_columns(device):
+    inputs, grads = make(2, 4, 0, 3, torch.float32, device)
+    assert [t.shape for t in gradients(ours, inputs, grads)] == [(2, 4, 0), *(t.shape for t in inputs)]
 
 
 @pytest.mark.gpu
@@ -163,20 +115,14 @@ def test_more_than_2_to_the_31_elements():
 
 
 X, W, IDS = torch.ones(2, 4, 24), torch.ones(8, 4), torch.zeros(2, 4, dtype=torch.long)
+# The rules that it shares with causal_conv1d are tested there.
 ERRORS = {
-    "integer bcx": (lambda: (X.long(), W), {}, "bcx must be float32, float16, bfloat16 or float64"),
     "flat bcx": (lambda: (X[0], W), {}, r"bcx must have shape \(B, S, 3 \* C\)"),
     "columns of no third": (lambda: (X[..., 1:], W), {}, r"bcx must have shape \(B, S, 3 \* C\)"),
     "weight of all columns": (lambda: (X, W.repeat(3, 1)), {}, r"weight must have shape \[8, W\]"),
-    "wide weight": (lambda: (X, W.repeat(1, 3)), {}, "weight must have 2 to 8 columns"),
     "weight of another dtype": (lambda: (X, W.half()), {}, "weight must be float32 or have the dtype of bcx"),
-    "bias of another shape": (lambda: (X, W, W[0]), {}, r"bias must have shape \[8\]"),
-    "fractional seq_idx": (lambda: (X, W), dict(seq_idx=IDS.float()), "seq_idx must be int64 or int32"),
-    "both kinds of samples": (
-        lambda: (X, W), dict(seq_idx=IDS, cu_seqlens=IDS[0]), "cu_seqlens must be None beside seq_idx",
-    ),
     "cu_seqlens of batches": (lambda: (X, W), dict(cu_seqlens=IDS[0]), "bcx must have a batch of 1 beside cu_seqlens"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ERRORS)

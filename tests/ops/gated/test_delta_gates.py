@@ -5,16 +5,8 @@ import math
 
 import pytest
 import torch
-from checks import (
-    CPU_DTYPES,
-    HALF_TYPES,
-    LAYOUTS,
-    assert_as_the_formula,
-    check_op,
-    gradients,
-    path_taken,
-    sizes_around_tiles,
-)
+from checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, path_taken, sizes_around_tiles
+from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch import Tensor
 from torch.nn import functional
@@ -76,20 +68,6 @@ def test_options(dtype, weight_dtype, channels, lower_bound, beta_scale, with_bi
     check(inputs, grads, device, lower_bound=lower_bound, beta_scale=beta_scale)
 
 
-@pairwise(layout=LAYOUTS, of=["a", "b", "dg", "dbeta"], channels=[None, 8])
-def test_layouts(layout, of, channels, device):
-    inputs, grads = make((4, 6, 10, 16), torch.float32, device, channels)
-    given, at = (inputs, "ab".index(of)) if of in "ab" else (grads, ["dg", "dbeta"].index(of))
-    given[at] = LAYOUTS[layout](given[at].detach()).requires_grad_(given is inputs)
-    check(inputs, grads, device)
-
-
-@pairwise(wanted=[(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 1, 0)], channels=[None, 3])
-def test_gradients_that_are_wanted(wanted, channels, device):
-    inputs, grads = make((7, 24), torch.float32, device, channels)
-    check([t.detach().requires_grad_(bool(w)) for t, w in zip(inputs, wanted)], grads, device)
-
-
 def test_upstream_of_one_result(device):
     inputs, (dg, dbeta) = make((7, 24), torch.float32, device)
     g, beta = delta_gates(*inputs)
@@ -117,42 +95,17 @@ def test_beta_is_rounded_once(dtype, device):
     assert (beta != wanted).double().mean() < 0.01
 
 
-# ---- transformers' own code
-
-
-def test_the_gates_of_models(device):
+def test_the_formula_is_that_of_a_model():
     """Kimi's forget gate, whose projections are identities."""
     source = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
     heads, channels = 3, 8
     config = type("Config", (), dict(linear_head_dim=channels, linear_num_heads=heads, hidden_size=heads * channels))
-    gate = source.KimiLinearForgetGate(config).to(device)
+    gate = source.KimiLinearForgetGate(config)
     gate.f_a_proj = gate.f_b_proj = torch.nn.Identity()
-    (a, b, a_log, bias), (dg, _) = make((2, 9, heads), torch.float32, device, channels)
+    (a, b, a_log, bias), _ = make((2, 9, heads), torch.float32, "cpu", channels)
     gate.A_log.data.copy_(a_log.detach().view(1, 1, heads, 1))
     gate.dt_bias.data.copy_(bias.detach().flatten())
-
-    def theirs(a, a_log, bias):
-        parameters = {"A_log": a_log.view(1, 1, heads, 1), "dt_bias": bias.flatten()}
-        g = torch.func.functional_call(gate, parameters, (a.flatten(-2),))
-        return {"g": g.to(a.dtype)}
-
-    with path_taken(device):
-        g, _ = delta_gates(a, b, a_log, bias)
-    assert_as_the_formula([("g", g.detach())], theirs, [a, a_log, bias])
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
-@pytest.mark.parametrize("channels", [None, 0, 3])
-def test_empty(shape, channels, device):
-    inputs, grads = make(shape, torch.float32, device, channels)
-    found = gradients(delta_gates, inputs, grads)
-    assert found[1].shape == shape and (found[4] == 0).all() and (found[5] == 0).all()
-
-
-@pairwise(channels=[None, 2], lower_bound=[None, -5.0], beta_scale=[1.0, 2.0])
-def test_gradcheck(channels, lower_bound, beta_scale):
-    inputs, _ = make((3, 4), torch.float64, "cpu", channels)
-    assert torch.autograd.gradcheck(lambda *t: delta_gates(*t, lower_bound, beta_scale), inputs)
+    torch.testing.assert_close(reference(a, b, a_log, bias)[0], gate(a.flatten(-2)))
 
 
 @pytest.mark.gpu
@@ -169,7 +122,6 @@ def test_more_than_2_to_the_31_elements():
 
 A, H = torch.ones(2, 8), torch.ones(8)
 ERRORS = {
-    "integers": ((A.long(), A, H), "a must be float32, float16, bfloat16 or float64"),
     "b of another dtype": ((A, A.half(), H), "b must have the dtype of a"),
     "b of another shape": ((A, A[:1], H), "b must have the shape of a.*or that without its last dimension"),
     "b without two dimensions": ((A[None], H[:1], H), "b must have the shape of a.*or that without its last"),

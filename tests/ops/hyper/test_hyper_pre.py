@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checks import CPU_DTYPES, check_op
-from pairs import pairwise, sizes_by_device
+from pairs import sizes_by_device
 from torch import Tensor
 
 hyper_pre = torch.ops.liger.hyper_pre
@@ -106,12 +106,6 @@ def test_parameters_in_half_precision(dtype, device):
     check(*make((9, 64), dtype, device, parameters=dtype), device, sinkhorn=2)
 
 
-@pairwise(wanted=[0, 1, 2, 3], kind=list(WIDTHS), dtype=[torch.float32, torch.bfloat16])
-def test_gradients_that_are_wanted(wanted, kind, dtype, device):
-    inputs, grads = make((7, 32), dtype, device, kind)
-    check([t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)], grads, device, sinkhorn=3)
-
-
 @pytest.mark.parametrize("used", [0, 1, 2])
 def test_results_that_are_used(used, device):
     inputs, grads = make((7, 32), torch.float32, device)
@@ -121,21 +115,12 @@ def test_results_that_are_used(used, device):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_strides(device):
-    (streams, *parameters), grads = make((6, 5, 16), torch.float32, device)
-    turned = streams.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
-    check([turned, *parameters], [g.transpose(0, 1).contiguous().transpose(0, 1) for g in grads], device)
-    check([streams.detach()[:, :1].expand_as(streams).requires_grad_(), *parameters], grads, device)
-
-
-def test_gradcheck():
-    inputs, _ = make((2, 3), torch.float64, "cpu", count=2)
-    assert torch.autograd.gradcheck(lambda *tensors: hyper_pre(*tensors, **OPTIONS, sinkhorn=4), inputs)
+def vary(draw, arguments):
+    arguments |= dict(norm_eps=1e-5, eps=1e-4, sinkhorn=3)
 
 
 STREAMS, FN, BASE, SCALE = torch.ones(3, 4, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3)
 ERRORS = {
-    "integers": ((STREAMS.long(), FN, BASE, SCALE), "streams must be float32, float16, bfloat16 or float64"),
     "one dimension": ((STREAMS[0, 0], FN, BASE, SCALE), "streams must have at least two dimensions"),
     "columns": ((STREAMS, FN[:, :8], BASE, SCALE), r"fn must have shape \(P, 32\)"),
     "rows": ((STREAMS, FN[:7], BASE, SCALE), "fn must have 4, 8 or 24 rows for 4 streams"),

@@ -77,8 +77,3 @@ def sizes_by_device(cpu: Iterable[Any], cuda: Iterable[Any], **axes: Iterable[An
             case = [device, *(v[i] for v, i in zip(values, row))]
             cases.append(pytest.param(*case, marks=marks, id="-".join(map(str, case))))
     return pytest.mark.parametrize(["device", "n", *axes], cases)
-
-
-def either_or_both(layouts: Iterable[str]) -> list[tuple[str, str]]:
-    """Layouts of two tensors: each with the other contiguous, and the same for both."""
-    return [pair for one in layouts for pair in ((one, "contiguous"), ("contiguous", one), (one, one))]

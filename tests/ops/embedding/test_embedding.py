@@ -116,31 +116,20 @@ def test_gradients_of_many_indices(device):
     check_no_double_backward("embedding", embedding, inputs, grads)
 
 
-def test_frozen_weights(device):
-    (input, weight), _ = make(FEW, 24, torch.float32, device)
-    assert not embedding(input, weight.detach()).requires_grad
-    with torch.no_grad():
-        assert not embedding(input, weight).requires_grad
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda i, w: (i.float(), w), r"embedding: input must be int64 or int32 \(got Float\)"),
-        (lambda i, w: (i, w.long()), r"embedding: weight must be float32, float16"),
-        (lambda i, w: (i, w[0]), r"embedding: weight must have two dimensions \(got \[24\]\)"),
-        (lambda i, w: (i.to("meta"), w), r"embedding: weight must be on meta like input"),
-        (lambda i, w: (i, w, CLASSES), r"embedding: padding_idx must lie in \[-100, 100\) \(got 100\)"),
-        (lambda i, w: (i, w, -CLASSES - 1), r"embedding: padding_idx must lie in \[-100, 100\) \(got -101\)"),
-        (
-            lambda i, w: (i, w, -(2**63)),
-            r"embedding: padding_idx must lie in \[-100, 100\) \(got -9223372036854775808\)",
-        ),
+        (lambda i, w: (i.float(), w), r"input must be int64 or int32 \(got Float\)"),
+        (lambda i, w: (i, w[0]), r"weight must have two dimensions \(got \[24\]\)"),
+        (lambda i, w: (i.to("meta"), w), "weight must be on meta like input"),
+        (lambda i, w: (i, w, CLASSES), r"padding_idx must lie in \[-100, 100\) \(got 100\)"),
+        (lambda i, w: (i, w, -CLASSES - 1), r"padding_idx must lie in \[-100, 100\) \(got -101\)"),
+        (lambda i, w: (i, w, -(2**63)), r"padding_idx must lie in \[-100, 100\) \(got -9223372036854775808\)"),
     ],
 )
 def test_bad_arguments(change, message):
     (input, weight), _ = make(FEW, 24, torch.float32, "cpu")
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=f"^embedding: {message}"):
         embedding(*change(input, weight.detach()))
 
 

@@ -69,8 +69,9 @@ WHOLE = ("one number", "offset by 1", "offset by 4", SIZE_ONE)
 
 
 def layouts_of(x: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The different ones of its first and its last dimension."""
+    """The different ones of its first and its last dimension, and of the second of four: the heads."""
     dims = {0: "first", x.dim() - 1: "last"} if x.dim() else {}
+    dims |= {1: "second"} if x.dim() > 3 else {}
     found = {}
     for layout, change in LAYOUTS.items():
         for dim, which in list(dims.items())[: 1 if layout in WHOLE else None]:

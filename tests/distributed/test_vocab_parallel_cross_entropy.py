@@ -1,18 +1,8 @@
-"""Cross entropy of logits whose classes are split over processes."""
+"""For test_properties.py; test_vocab_parallel.py has the tests."""
 
-import pytest
-import vocab_parallel_cross_entropy_cases as cases
-from process_group import run_case
-from torch.cuda import device_count
+from solo_group import solo_group
 
 
-@pytest.mark.parametrize("case", cases.CASES.parameters())
-def test_every_rank_computes_the_loss_of_all_classes(case):
-    run_case(case, cases, 3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES.parameters(cases.ON_GPUS))
-def test_every_gpu_computes_the_loss_of_all_classes(case):
-    """With one GPU, in a group of one process."""
-    run_case(case, cases, min(device_count(), 4), "cuda")
+def vary(draw, arguments):
+    """For test_properties.py."""
+    arguments |= dict(group=solo_group(), classes=arguments["logits"].shape[-1])

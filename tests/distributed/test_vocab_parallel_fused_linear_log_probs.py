@@ -1,10 +1,7 @@
-"""Log-probabilities of a head whose classes are split over processes."""
+"""For test_properties.py; test_vocab_parallel.py has the tests."""
 
-import pytest
-import vocab_parallel_fused_linear_log_probs_cases as cases
-from process_group import run_case
-from strategies import own_test_file
-from torch.cuda import device_count
+from solo_group import solo_group
+from strategies import has_low_rank, own_test_file
 
 from liger_ops.reference import operators
 
@@ -21,15 +18,3 @@ def vary(draw, arguments):
     arguments["mean_logits"] = False
     if arguments["classes"] == 1:  # 0, but for the last bit of tanh, which ATen computes after the exchange
         arguments["softcap"] = None
-
-
-@pytest.mark.parametrize("case", cases.CASES.parameters())
-def test_every_rank_computes_the_results_of_all_classes(case):
-    run_case(case, cases, 3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES.parameters(cases.ON_GPUS))
-def test_every_gpu_computes_the_results_of_all_classes(case):
-    """With one GPU, in a group of one process."""
-    run_case(case, cases, min(device_count(), 4), "cuda")

@@ -19,27 +19,28 @@ def heads():
 
 def preference(name, **options):
     m, _, target = heads()
-    if name == "kto_loss":
-        return losses.kto_loss(m.hidden, m.weight, target, torch.arange(B) < 2, m.bias, **options)
-    return getattr(losses, name)(m.hidden, m.weight, target, m.bias, **options)
+    given = dict(hidden=m.hidden, weight=m.weight, target=target, bias=m.bias)
+    given |= {"desirable": torch.arange(B) < 2} if name == "kto_loss" else {}
+    return getattr(losses, name)(**given | options)
 
 
 def policy(name="grpo_loss", **options):
     m, _, target = heads()
-    mask, advantages = torch.ones(B, S), torch.randn(B)
-    return losses.grpo_loss(m.hidden, m.weight, target.clamp(min=0), mask, advantages, m.bias, **options)
+    given = dict(hidden=m.hidden, weight=m.weight, target=target.clamp(min=0), bias=m.bias)
+    return losses.grpo_loss(**given | dict(mask=torch.ones(B, S), advantages=torch.randn(B)) | options)
 
 
 def distillation(name, **options):
     m, teacher, target = heads()
+    given = dict(hidden=m.hidden, weight=m.weight)
     if name == "topk_distillation_loss":
         ids, logs = torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -1.0)
-        given = {"teacher_ids": ids, "teacher_log_probs": logs, "target": target} | options
+        given |= dict(teacher_ids=ids, teacher_log_probs=logs, target=target)
     elif name == "target_distribution_loss":
-        given = {"probabilities": torch.full((B, S, CLASSES), 1 / CLASSES)} | options
+        given |= dict(probabilities=torch.full((B, S, CLASSES), 1 / CLASSES))
     else:
-        given = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight, "target": target} | options
-    return getattr(losses, name)(m.hidden, m.weight, **given)
+        given |= dict(teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, target=target)
+    return getattr(losses, name)(**given | options)
 
 
 def reference(**replaced):
@@ -114,6 +115,52 @@ CASES = [
 )
 def test_wrong_arguments(call, name, options, argument, rule, got):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {argument} must {rule} (got {got})')}$"):
+        call(name, **options)
+
+
+# Of which the rule is longer, or an operator's.
+MESSAGES = [
+    (preference, "dpo_loss", dict(loss_type="best"), "loss_type must be sigmoid, .* or discopop .got best"),
+    (preference, "dpo_loss", dict(loss_type="exo_pair"), r"label_smoothing must be in \(0, 1\) for exo_pair \(got 0.0"),
+    (preference, "dpo_loss", dict(loss_type="robust", label_smoothing=0.5),
+     r"label_smoothing must be in \[0, 0.5\) for robust \(got 0.5"),
+    (preference, "cpo_loss", dict(hidden=model(3, S).hidden, target=targets(3, S)),
+     r"target must have shape \(2 B, S\) \(got \[3, 7\]"),
+    (preference, "dpo_loss", dict(ref_log_probs=torch.zeros(B, S)), r"ref_log_probs must have shape \[4\] \(got \[4, 7\]"),
+    (preference, "kto_loss", dict(kl=torch.zeros(2)), r"kl must have shape \[\] or \[1\] or \[4\] \(got \[2\]"),
+    (preference, "kto_loss", dict(desirable=torch.ones(B)), r"desirable must be bool of shape \[4\]"),
+    *[(call, name, dict(temperature=value), f"temperature must be {rule}")
+      for call, name in ((preference, "dpo_loss"), (policy, "grpo_loss"))
+      for value, rule in ((0.0, "positive"), (-1.0, "positive"), (math.nan, "finite"))],
+    (policy, "grpo_loss", dict(loss_type="ppo"), "loss_type must be one of grpo, .* .got ppo"),
+    (policy, "grpo_loss", dict(loss_type="sapo", importance_sampling_level="sequence"),
+     "importance_sampling_level must be token with loss_type sapo .got sequence"),
+    (policy, "grpo_loss", dict(importance_sampling_level="batch"), "importance_sampling_level must be token or sequence"),
+    (policy, "grpo_loss", dict(loss_type="cispo", delta=2.0), "delta must be None with loss_type cispo .got 2.0"),
+    (policy, "grpo_loss", dict(loss_type="dr_grpo"), "max_completion_length must be given for dr_grpo"),
+    (policy, "grpo_loss", dict(mask=torch.ones(B, S - 1)), r"mask must have shape \[4, 7\] \(got \[4, 6\]"),
+    *[(policy, "grpo_loss", {name: torch.zeros(shape)}, rf"{name} must have shape \[4.*got \[{shape[0]}")
+      for name, shape in {"old_log_probs": (B, 1), "ref_log_probs": (S,), "vllm_is_ratio": (B, S + 1)}.items()],
+    (policy, "grpo_loss", dict(advantages=torch.zeros(B, 1)),
+     r"advantages must have shape \[4\] or \[4, 7\] \(got \[4, 1\]"),
+    (distillation, "distillation_loss", dict(target=None, hard_weight=1.0), "target must be given with hard_weight"),
+    *[(distillation, name, dict(teacher_weight=torch.zeros(CLASSES - 1, 12).double()), f"{argument} must have 37 {what}")
+      for name, argument, what in (("distillation_loss", "t_weight", "classes"),
+                                   ("cosine_distillation_loss", "teacher_weight", "rows"))],
+    (distillation, "distillation_loss", dict(mask=torch.ones(1, B, S)), r"mask must have shape \[4, 7\] \(got \[1, 4, 7"),
+    (distillation, "topk_distillation_loss", dict(mask=torch.ones(1)), r"mask must have shape \[4, 7\] \(got \[1\]"),
+    (distillation, "topk_distillation_loss", dict(teacher_ids=torch.zeros(B - 1, S, 1).long()),
+     r"teacher_ids must have shape \[4, 7, 'K'\] \(got \[3, 7, 1\]"),
+    (distillation, "topk_distillation_loss", dict(teacher_log_probs=torch.zeros(B, S, 2)),
+     r"teacher_log_probs must have shape \[4, 7, 1\] \(got \[4, 7, 2\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call, name, options, message", MESSAGES, ids=[f"{name}-{message}" for _, name, _, message in MESSAGES]
+)
+def test_messages(call, name, options, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         call(name, **options)
 
 

@@ -7,14 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from post_training import (
-    BUDGET,
     CLASSES,
-    MANY_CLASSES,
-    TOKENS,
     Model,
     agree,
     all_log_probs,
-    assert_no_logits,
     model,
     of_ids,
     targets,
@@ -230,64 +226,3 @@ def test_target_distributions(masked):
         return (found * weights).sum()
 
     agree(ours, formula, m)
-
-
-def test_half_precision_gives_fp32_losses():
-    m, teacher = (Model(*(t.detach().bfloat16().requires_grad_() for t in x)) for x in pair())
-    target = targets(N)
-    for loss in (losses.distillation_loss, losses.cosine_distillation_loss):
-        found, _ = loss(
-            m.hidden, m.weight, teacher.hidden, teacher.weight, target, m.bias, teacher.bias, hard_weight=1.0
-        )
-        found.backward()
-        assert found.dtype == torch.float32 and m.weight.grad.dtype == torch.bfloat16 and teacher.weight.grad is None
-
-
-def test_gradcheck():
-    m, teacher, target = model(6, classes=5, width=4), model(6, classes=5, width=3, frozen=True), targets(6, classes=5)
-    logs, ids = all_log_probs(teacher).topk(2, -1)
-    whole = teacher.hidden, teacher.weight, target
-    for loss in (
-        lambda x, w, b: losses.distillation_loss(x, w, *whole, b, beta=0.4, hard_weight=0.5)[0],
-        lambda x, w, b: losses.cosine_distillation_loss(x, w, *whole, b, hard_weight=0.5)[0],
-        lambda x, w, b: losses.topk_distillation_loss(x, w, ids, logs, target, b, beta=0.4, hard_weight=0.5)[0],
-    ):
-        assert torch.autograd.gradcheck(loss, tuple(m))
-
-
-def test_no_tensor_of_tokens_times_classes():
-    teacher = [t.float() for t in model(TOKENS, classes=MANY_CLASSES, width=12, frozen=True)]
-    target, ids = targets(TOKENS, classes=MANY_CLASSES), torch.arange(K).expand(TOKENS, K)
-    logs = torch.full((TOKENS, K), -2.0)
-    options = dict(hard_weight=0.5, memory_budget=BUDGET)
-    for loss in (losses.distillation_loss, losses.cosine_distillation_loss):
-        assert_no_logits(lambda m, f=loss: f(m.hidden, m.weight, *teacher[:2], target, m.bias, **options)[0], TOKENS)
-    assert_no_logits(
-        lambda m: losses.topk_distillation_loss(m.hidden, m.weight, ids, logs, target, m.bias, **options)[0], TOKENS
-    )
-
-
-def test_errors():
-    m, teacher = pair()
-    call = m.hidden, m.weight, teacher.hidden
-    with pytest.raises(ValueError, match="distillation_loss: target must be given with hard_weight"):
-        losses.distillation_loss(*call, teacher.weight, hard_weight=1.0)
-    for loss in (losses.distillation_loss, losses.cosine_distillation_loss):
-        with pytest.raises(
-            (ValueError, RuntimeError), match="teacher_weight must have 37 rows|t_weight must have 37 classes"
-        ):
-            loss(*call, teacher.weight[:-1], targets(N))
-    for beta in (-0.1, 1.5):
-        with pytest.raises((ValueError, RuntimeError), match="beta must be"):
-            losses.distillation_loss(*call, teacher.weight, beta=beta)
-    ids, logs = top(teacher)
-    with pytest.raises(ValueError, match=r"topk_distillation_loss: mask must have shape \[23\] \(got \[1\]\)"):
-        losses.topk_distillation_loss(m.hidden, m.weight, ids, logs, mask=torch.ones(1))
-    with pytest.raises(ValueError, match=r"distillation_loss: mask must have shape \[23\] \(got \[1, 23\]\)"):
-        losses.distillation_loss(*call, teacher.weight, mask=torch.ones(1, N))
-    with pytest.raises(ValueError, match=r"teacher_ids must have shape \[23, 'K'\] \(got \[22, 5\]\)"):
-        losses.topk_distillation_loss(m.hidden, m.weight, ids[1:], logs)
-    with pytest.raises(ValueError, match=r"teacher_log_probs must have shape \[23, 5\] \(got \[23, 4\]\)"):
-        losses.topk_distillation_loss(m.hidden, m.weight, ids, logs[:, 1:])
-    with pytest.raises(ValueError, match="topk_distillation_loss: beta must be between 0 and 1 .got 1.5"):
-        losses.topk_distillation_loss(m.hidden, m.weight, ids, logs, beta=1.5)

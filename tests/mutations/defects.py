@@ -169,39 +169,39 @@ OPERATORS = [
     Defect(
         "cross-entropy-leaves-ignored-rows", "csrc/ops/losses/cross_entropy_cpu.cpp",
         "return write_zeros(out, n);", "return;",
-        "ops/losses/test_cross_entropy.py ops/test_every_operator.py",
+        "ops/losses/test_logits_losses.py ops/test_every_operator.py",
     ),
     Defect(
         "cross-entropy-divides-z-loss-by-weight", "csrc/ops/losses/cross_entropy_cpu.cpp",
         "total(1) / by_count", "total(1) / by_weight",
-        "ops/losses/test_cross_entropy.py",
+        "ops/losses/test_logits_losses.py",
     ),
     Defect(
         "cross-entropy-true-class-misses-the-softcap", "csrc/ops/losses/cross_entropy_cpu.cpp",
         "if (a.cap) at_y *= softcapped(own, *a.cap).slope;", "",
-        "ops/losses/test_cross_entropy.py",
+        "ops/losses/test_logits_losses.py",
     ),
     Defect(
         "linear-cross-entropy-keeps-the-last-chunk", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
         "dlogits.t(), x().narrow(0, first, count), first > 0,", "dlogits.t(), x().narrow(0, first, count), 0,",
-        "ops/losses/test_fused_linear_cross_entropy.py",
+        "ops/losses/test_linear_losses.py",
     ),
     Defect(
         "linear-cross-entropy-scales-logits-once", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
         "gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
         "gemm::multiply(dx, dlogits, weight, 0, 1, sustained);",
-        "ops/losses/test_fused_linear_cross_entropy.py",
+        "ops/losses/test_linear_losses.py",
     ),
     Defect(
         "low-rank-addend-misses-the-scale", "csrc/gemm/adapters/low_rank.h",
         "detail::multiply_aten(sum, own, b.narrow(1, first, count), 0, scale);",
         "detail::multiply_aten(sum, own, b.narrow(1, first, count), 0, 1);",
-        "ops/losses/test_low_rank.py",
+        "ops/losses/test_linear_losses.py",
     ),
     Defect(
         "low-rank-addend-keeps-the-last-chunk-s-gradient", "csrc/gemm/adapters/low_rank.h",
         "addmm_(part.t(), t, 1, b_scale)", "addmm_(part.t(), t, 0, b_scale)",
-        "ops/losses/test_low_rank.py",
+        "ops/losses/test_linear_losses.py",
     ),
     Defect(
         "router-takes-the-last-of-equal-experts", "csrc/ops/moe/moe_router.cpp",
@@ -219,45 +219,45 @@ VOCAB_PARALLEL = [
     Defect(
         "split-cross-entropy-adds-sums-of-other-bases", "csrc/ops/losses/cross_entropy_cpu.cpp",
         "others += fact(rank, 1) * std::exp(fact(rank, 0) - top);", "others += fact(rank, 1);",
-        "distributed/test_vocab_parallel_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
     Defect(
         "split-cross-entropy-predicts-the-last-of-equals", "csrc/ops/losses/cross_entropy_cpu.cpp",
         "if (rank > 0 && !(value > highest)) continue;", "if (rank > 0 && !(value >= highest)) continue;",
-        "distributed/test_vocab_parallel_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
     Defect(
         "split-linear-cross-entropy-keeps-a-part-of-d-input", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
         "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);\n      dinput.reduce(dx, first, order, shard);",
         "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
-        "distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
     Defect(
         "split-linear-cross-entropy-counts-one-buffer-of-two", "csrc/ops/losses/fused_linear_cross_entropy_plan.cpp",
         "2 * of_chunk + of_tokens <= budget", "of_chunk + of_tokens <= budget",
-        "distributed/test_vocab_parallel_fused_linear_cross_entropy.py "
-        "ops/losses/test_fused_linear_cross_entropy_memory.py",
+        "distributed/test_vocab_parallel.py "
+        "ops/losses/test_linear_losses.py",
     ),
     Defect(
         "split-low-rank-addend-keeps-a-partial-gradient", "csrc/ops/losses/linear_chunks.h",
         "if (shard.is_split() && low_rank.gradient_of_t().defined()) {", "if (false) {",
-        "distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
     Defect(
         "reference-share-keeps-a-partial-gradient", "liger_ops/reference/_split.py",
         'return _wait(_collectives.all_reduce(grad.contiguous(), "sum", group.group_name))',
         "return grad.contiguous()",
-        "distributed/test_vocab_parallel_cross_entropy.py distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
     Defect(
         "reference-join-gives-every-rank-the-first-part", "liger_ops/reference/_split.py",
         "grad.narrow(dim, sum(sizes[: group.rank()]), sizes[group.rank()])", "grad.narrow(dim, 0, sizes[group.rank()])",
-        "distributed/test_vocab_parallel_cross_entropy.py distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
     Defect(
         "reference-last-rank-has-negative-classes", "liger_ops/reference/_split.py",
         "max(0, min(each, classes - rank * each))", "min(each, classes - rank * each)",
-        "distributed/test_vocab_parallel_cross_entropy.py distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
+        "distributed/test_vocab_parallel.py",
     ),
 ]  # fmt: skip
 
@@ -728,7 +728,7 @@ COMPAT_AND_LOSSES = [
     Defect(
         "reference-models-take-the-policy-s-adapter", "liger_ops/losses/_sequences.py",
         'for name, value in head.items() if not name.startswith("low_rank_")}', "for name, value in head.items()}",
-        "ops/losses/test_low_rank.py",
+        "losses/test_every_loss.py",
     ),
     Defect(
         "compat-gemma-norm-loses-its-offset", "liger_ops/compat/signatures.py",

@@ -1,5 +1,4 @@
-"""Helpers that the tests of liger_ops.losses share: models of random numbers, log-probabilities by the formula, and the
-largest allocation of a call."""
+"""Helpers that the tests of liger_ops.losses share: models of random numbers, and log-probabilities by the formula."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from allocations import largest_allocation
 from checks import assert_most_digits, gradients, like
 from torch import Tensor
 
@@ -51,17 +49,3 @@ def agree(ours: Callable[[Model], Tensor], formula: Callable[[Model], Tensor], m
     codes = [lambda *t, f=f: f(Model(*t)) for f in (ours, formula)]
     found, exact = (gradients(code, [like(t) for t in m], upstream) for code in codes)
     assert_most_digits(found, exact)
-
-
-# Logits of all tokens would be far larger than any chunk and any gradient.
-TOKENS, MANY_CLASSES, BUDGET = 512, 1000, 64 * 1000 * 16
-
-
-def assert_no_logits(loss: Callable[[Model], Tensor], *rows: int) -> None:
-    """No allocation of forward and backward is as large as tokens times classes, in fp32."""
-    m = Model(*(t.detach().float().requires_grad_() for t in model(*rows, classes=MANY_CLASSES)))
-
-    def step() -> None:
-        torch.autograd.grad(loss(m), list(m))
-
-    assert largest_allocation(step) < TOKENS * MANY_CLASSES * 4

@@ -3,28 +3,39 @@
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from checks import check_replays, gradients, has_hopper_kernels, output_of, path_taken
-from linear_losses import INPUT, WEIGHT, budget_for, check, flce, make, plan, reference
+from checks import check_no_synchronization, check_replays, gradients, has_hopper_kernels, output_of, path_taken
+from linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
+from torch.nn import functional as nnf
 
 import liger_ops
+from liger_ops.functional import fused_linear_cross_entropy as flce
+
+BOTH = BITS["input"] | BITS["weight"]
+
+
+def make(tokens, hidden, classes, **options):
+    """Named tensors, also the target."""
+    given, others = of_cross_entropy(
+        (tokens if isinstance(tokens, tuple) else (tokens,), hidden, classes), torch.bfloat16, "cuda", **options
+    )
+    with torch.no_grad():
+        given["weight"] /= 2  # logits near 1
+    return given, others
 
 
 def exponential_launches():
     return sum(json.loads(torch.ops.liger._status())["kernels"]["fused_linear_cross_entropy_exp_logits"]["launches"])
 
 
-def check_exponentials(inputs, chunks=1, **options):
+def check_exponentials(given, others, chunks=1):
     """check(), and the number of launches: two per chunk, of which the second usually has nothing to recompute."""
-    budget = budget_for(chunks, inputs) if chunks else None
-    x, weight = inputs[:2]
-    check(inputs, "cuda", memory_budget=budget, **options)
-    planned = plan(x.numel() // x.shape[-1], x.shape[-1], len(weight), x.dtype, INPUT | WEIGHT, budget)[1]
+    budget = budget_for(chunks, given) if chunks else None
+    check(flce, given, "cuda", memory_budget=budget, **others)
+    planned = plan_of(given, BOTH, budget)[1]
     assert planned == (chunks or 1) and exponential_launches() == 2 * planned * has_hopper_kernels()
 
 
@@ -43,61 +54,60 @@ def check_exponentials(inputs, chunks=1, **options):
     ],
 )
 def test_exponentials(tokens, hidden, classes, chunks):
-    check_exponentials(make(tokens, hidden, classes, torch.bfloat16, "cuda"), chunks)
+    check_exponentials(*make(tokens, hidden, classes), chunks)
 
 
 @pytest.mark.gpu
 def test_a_budget_without_room_for_row_sums_is_kept():
-    inputs = make(2048, 512, 65536, torch.bfloat16, "cuda")
+    given, others = make(2048, 512, 65536)
     with path_taken("cuda"):
-        flce(*inputs, memory_budget=budget_for(1, inputs))
+        flce(**given, **others, memory_budget=budget_for(1, given))
     assert exponential_launches() == 0
 
 
+OPTIONS = {
+    "sum": dict(reduction="sum"),
+    "tokens": dict(weighted="tokens"),
+    "classes": dict(weighted="classes"),
+    "z-loss": dict(options="z-loss"),
+    "classes, tokens and z-loss": dict(weighted="classes and tokens", options="z-loss"),
+    "scale": dict(options="scale"),
+    "int32": {},
+    "all ignored": dict(reduction="sum"),
+    "part of wider rows": {},
+    "confident": {},
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        "sum", "tokens", "classes", "z-loss", "classes, tokens and z-loss", "scale", "int32", "all ignored",
-        "leading dimensions", "part of wider rows", "confident",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("case", OPTIONS)
 def test_exponentials_with_options(case):
-    x, weight, target, _ = make((4, 500), 512, 49152, torch.bfloat16, "cuda")
-    options = {}
-    if case == "sum":
-        options["reduction"] = "sum"
-    if "tokens" in case:
-        options["token_weight"] = torch.rand(target.shape, device="cuda")
-    if "classes" in case:
-        options["ce_weight"] = torch.rand(len(weight), device="cuda")
-    if "z-loss" in case:
-        options["lse_square_scale"] = 1e-3
-    if case == "scale":
-        options["logits_scale"] = 0.3
+    given, others = make((4, 500), 512, 49152, **OPTIONS[case])
+    x, weight, target = given["input"], given["weight"], others["target"]
     if case == "int32":
-        target = target.int()
+        others["target"] = target.int()
     if case == "all ignored":
-        target, options["reduction"] = torch.full_like(target, -100), "sum"
+        others["target"] = torch.full_like(target, -100)
     if case == "part of wider rows":
-        weight = torch.cat([weight.detach()] * 2, 1)[:, :512].requires_grad_()
+        given["weight"] = torch.cat([weight.detach()] * 2, 1)[:, :512].requires_grad_()
     if case == "confident":
         with torch.no_grad():
-            x[:2] = 40 * F.normalize(weight[target[:2].clamp(min=0)].float(), dim=-1).bfloat16()
+            x[:2] = 40 * nnf.normalize(weight[target[:2].clamp(min=0)].float(), dim=-1).bfloat16()
     for chunks in (1, 3):
-        check_exponentials((x, weight, target, None), chunks, **options)
+        check_exponentials(given, others, chunks)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [30, 1000])
 def test_exponentials_that_overflow(scale):
     """Losses of some hundred, where exp(x_j - x_y) overflows: in ten rows, then in all."""
-    x, weight, target, _ = make(1500, 512, 49152, torch.bfloat16, "cuda", ignored=0.1)
+    given, others = make(1500, 512, 49152, ignored=0.1)
+    x = given["input"]
     for rows in (slice(300, 310), slice(None)):
         with torch.no_grad():
             x[rows] *= scale
-        check_exponentials((x, weight, target, None), 2)
-        assert reference(x, weight, target, reduction="none")[rows].max() > 88
+        check_exponentials(given, others, 2)
+        assert flce.reference(**given, **others | dict(reduction="none"))[rows].max() > 88
         with torch.no_grad():
             x[rows] /= scale
 
@@ -106,7 +116,8 @@ def test_exponentials_that_overflow(scale):
 @pytest.mark.hopper
 def test_exponentials_of_nan_and_ignored_rows():
     """NaN in a row or a target out of range gives a NaN loss. An ignored row with NaN has a zero gradient."""
-    x, weight, target, _ = make(1200, 512, 65536, torch.bfloat16, "cuda", ignored=0)
+    given, others = make(1200, 512, 65536, ignored=0)
+    x, weight, target = given["input"], given["weight"], others["target"]
     target[7], target[9] = 65536, -100
     with torch.no_grad():
         x[9] = math.nan
@@ -122,8 +133,8 @@ def test_exponentials_of_nan_and_ignored_rows():
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", ["input", "weight", "nothing"])
 def test_exponentials_need_an_input_gradient_or_no_gradient(wanted):
-    x, weight, target, _ = make(2048, 512, 65536, torch.bfloat16, "cuda")
-    x.requires_grad_(wanted == "input"), weight.requires_grad_(wanted == "weight")
+    given, others = make(2048, 512, 65536, frozen=" ".join({"input", "weight"} - {wanted}))
+    x, weight, target = given["input"], given["weight"], others["target"]
     liger_ops.reset_launch_counts()
     loss = flce(x, weight, target)
     assert exponential_launches() == 2 * (wanted != "weight" and has_hopper_kernels())
@@ -142,20 +153,20 @@ def test_exponentials_need_an_input_gradient_or_no_gradient(wanted):
 @pytest.mark.parametrize("hidden, chunks", [(512, 1), (520, 3), (2048, None)])
 def test_exponentials_without_gradients(hidden, chunks, reduction):
     """Peak memory stays within the plan."""
-    x, weight, target, _ = inputs = make(1500, hidden, 65600, torch.bfloat16, "cuda")
-    x.requires_grad_(False), weight.requires_grad_(False)
-    budget = budget_for(chunks, inputs, 0) if chunks else None
-    _, planned, workspace, _ = plan(len(x), hidden, len(weight), x.dtype, 0, budget)
-    options = dict(
-        reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"), lse_square_scale=1e-3
+    given, others = make(
+        1500, hidden, 65600, reduction=reduction, weighted="tokens", options="z-loss", frozen="input weight"
     )
+    x, weight = given["input"], given["weight"]
+    others["logits_scale"] = 0.7
+    budget = budget_for(chunks, given) if chunks else None
+    _, planned, workspace, _ = plan_of(given, 0, budget)
     liger_ops.reset_launch_counts()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = flce(x, weight, target, memory_budget=budget, **options)
+    loss = flce(**given, memory_budget=budget, **others)
     assert exponential_launches() == 2 * planned
     assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace
-    expected = reference(x.double(), weight.double(), target, **options)
+    expected = flce.reference(x.double(), weight.double(), **others)
     bound = torch.finfo(torch.float32).eps * float((x.abs().double() @ weight.abs().double().T).max())
     assert (loss - expected).abs().max() <= bound * (len(x) if reduction == "sum" else 1)
 
@@ -176,7 +187,8 @@ print(sum(launches))
 @pytest.mark.parametrize("case", ["switched off", "not in the pack"])
 def test_without_exponentials(case, tmp_path):
     """The path over logits gives the same loss, if requested and if the kernel is missing."""
-    inputs = make(2048, 512, 49152, torch.bfloat16, "cuda")[:3]
+    given, others = make(2048, 512, 49152)
+    inputs = [*given.values(), others["target"]]
     path = str(tmp_path / "inputs.pt")
     torch.save([t.detach() for t in inputs], path)
     env = {"LIGER_OPS_EXPONENTIALS": "0"}
@@ -196,17 +208,10 @@ def test_without_exponentials(case, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_exponentials_are_deterministic_and_captured(chunks):
-    inputs = make(2048, 512, 49152, torch.bfloat16, "cuda")[:3]
-    call = partial(flce, memory_budget=budget_for(chunks, inputs))
+    given, others = make(2048, 512, 49152)
+    call = lambda *t: flce(**dict(zip(given, t)), **others, memory_budget=budget_for(chunks, given))  # noqa: E731
 
     def step():
-        return [t.detach() for t in gradients(call, inputs, [torch.full((), 3.0, device="cuda")])]
+        return [t.detach() for t in gradients(call, [*given.values()], [torch.full((), 3.0, device="cuda")])]
 
-    expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        assert all(a.data_ptr() != b.data_ptr() for a, b in zip(step(), expected))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    check_replays(step, expected)
+    check_replays(step, check_no_synchronization(step))

@@ -1,50 +1,39 @@
-"""jsd against its formula in fp64 and its definition by KL divergences."""
+"""jsd: what test_logits_losses.py does not cover."""
 
 import math
 
 import pytest
 import torch
-from divergences import DivergenceTests, noise  # noqa: F401
+from divergences import noise, vary  # noqa: F401
+from logits_losses import PLAIN
+
+from liger_ops.functional import jsd
 
 
-class TestJsd(DivergenceTests):
-    name = "jsd"
-    choices = [{}, dict(beta=0.0), dict(beta=1.0), dict(beta=0.1)]
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_probabilities_of_zero(beta, device):
+    """They contribute zero, unless the divergence is infinite."""
+    x = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.2, 0.8, 0.0]], device=device).log().requires_grad_()
+    t = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.7, 0.0]], device=device).log()
+    loss = jsd(x, t, beta=beta, reduction="none")
+    expected = PLAIN["jsd"](x.double(), t.double(), beta=beta)
+    expected = torch.where(t.exp() + x.exp() == 0, 0, expected.nan_to_num(0, posinf=math.inf))
+    if beta not in (0, 1):
+        weights = torch.tensor([beta * math.log(1 / beta), (1 - beta) * math.log(1 / (1 - beta))])
+        expected[0, 2], expected[0, 1] = 0.5 * weights
+    torch.testing.assert_close(loss, expected.float())
+    (slope,) = torch.autograd.grad(loss[1].sum(), x)
+    assert slope[1].isfinite().all() and slope[1, 0] == slope[1, 3] == 0
 
-    def in_logs(self, options):
-        return True
 
-    @staticmethod
-    def plain(input, target, beta=0.5):
-        q, p = input.exp(), target.exp()
-        if beta in (0, 1):
-            return p * (p / q).log() if beta == 0 else q * (q / p).log()
-        m = beta * p + (1 - beta) * q
-        return beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_equal_distributions(beta, device):
+    x = torch.randn(4, 100, device=device).log_softmax(-1)
+    assert jsd(x, x.clone(), beta=beta).abs() < 1e-6
 
-    @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
-    def test_probabilities_of_zero(self, beta, device):
-        """They contribute zero, unless the divergence is infinite."""
-        x = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.2, 0.8, 0.0]], device=device).log().requires_grad_()
-        t = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.7, 0.0]], device=device).log()
-        loss = self.op(x, t, beta=beta, reduction="none")
-        expected = self.plain(x.double(), t.double(), beta=beta)
-        expected = torch.where(t.exp() + x.exp() == 0, 0, expected.nan_to_num(0, posinf=math.inf))
-        if beta not in (0, 1):
-            weights = torch.tensor([beta * math.log(1 / beta), (1 - beta) * math.log(1 / (1 - beta))])
-            expected[0, 2], expected[0, 1] = 0.5 * weights
-        torch.testing.assert_close(loss, expected.float())
-        (slope,) = torch.autograd.grad(loss[1].sum(), x)
-        assert slope[1].isfinite().all() and slope[1, 0] == slope[1, 3] == 0
 
-    def test_equal_distributions(self, device):
-        for beta in (0.0, 0.3, 0.5, 1.0):
-            x = torch.randn(4, 100, device=device).log_softmax(-1).requires_grad_()
-            loss = self.op(x, x.detach().clone(), beta=beta)
-            assert loss.abs() < 1e-6
-
-    @pytest.mark.library
-    @pytest.mark.parametrize("beta", [-0.1, 1.1, math.nan])
-    def test_beta_must_be_a_weight(self, beta):
-        with pytest.raises(RuntimeError, match=r"jsd: beta must be (between 0 and 1|finite) \(got "):
-            self.op(torch.ones(2, 8), torch.ones(2, 8), beta=beta)
+@pytest.mark.library
+@pytest.mark.parametrize("beta", [-0.1, 1.1, math.nan])
+def test_beta_must_be_a_weight(beta):
+    with pytest.raises(RuntimeError, match=r"jsd: beta must be (between 0 and 1|finite) \(got "):
+        jsd(torch.ones(2, 8), torch.ones(2, 8), beta=beta)

@@ -169,7 +169,7 @@ def of_divergence(
 
 
 # (tokens, hidden, classes): some, fewest, many, an odd number of each, no columns, and more classes than one block has.
-SIZES = [((3, 20), 32, 200), ((), 8, 2), ((70,), 64, 1000), ((33,), 7, 61), ((9,), 0, 7), ((9,), 16, 5003)]
+SIZES = [((3, 20), 32, 200), ((), 8, 2), ((70,), 32, 300), ((33,), 7, 61), ((9,), 0, 7), ((9,), 16, 5003)]
 FROZEN = [
     "", "weight bias", "input", "weight", "bias", "input weight", "input weight bias", "low_rank_input", "low_rank_weight",
     EVERYTHING,
@@ -183,6 +183,9 @@ class LinearLoss(NamedTuple):
     name: str
     make: Callable[..., Call]
     axes: Mapping[str, Iterable]  # of the cases that are compared with the formula
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def op(self) -> Callable:

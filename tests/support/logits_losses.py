@@ -107,6 +107,9 @@ class LogitsLoss(NamedTuple):
     axes: Mapping[str, Iterable]  # of the cases that are compared with the formula
     index: str  # the argument that names classes
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def op(self) -> Callable:
         return getattr(F, self.name) if self.name != "cross_entropy_" else overwriting

@@ -34,7 +34,7 @@ from liger_ops import nn
 
 NAMES = [loss.name for loss in LOSSES]
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
-reduced_losses = pytest.mark.parametrize("loss", [CROSS_ENTROPY, DIVERGENCE], ids=lambda loss: loss.name)
+reduced_losses = pytest.mark.parametrize("loss", [CROSS_ENTROPY, DIVERGENCE], ids=str)
 
 
 def first(op, others):
@@ -76,7 +76,7 @@ def test_formula(loss, case, device):
     in_chunks=[False, True], reduction=["mean", "none"],
 )  # fmt: skip
 def test_vocabularies(loss, dtype, classes, frozen, in_chunks, reduction):
-    options = {LOG_PROBS: dict(ids=4, options="entropy"), DIVERGENCE: dict(beta=0.3)}.get(loss, {})
+    options = {LOG_PROBS.name: dict(ids=4, options="entropy"), DIVERGENCE.name: dict(beta=0.3)}.get(loss.name, {})
     options |= {} if loss is LOG_PROBS else dict(reduction=reduction)
     given, others = loss.make(((300,), 256, classes), dtype, "cuda", frozen=frozen, **options)
     budget = least_budget(loss.op, **given, **others) + 75 * 12 * classes
@@ -141,7 +141,7 @@ def test_nothing_counts(loss, reduction, device):
     assert not any(g.any() for g in torch.autograd.grad(found.sum(), learned(given)))
 
 
-@pytest.mark.parametrize("loss", [CROSS_ENTROPY, LOG_PROBS], ids=lambda loss: loss.name)
+@pytest.mark.parametrize("loss", [CROSS_ENTROPY, LOG_PROBS], ids=str)
 def test_an_addend_without_ranks_changes_nothing(loss, device):
     given, others = loss.make(((7,), 16, 30), torch.bfloat16, device, adapter=torch.float32, rank=0)
     found = first(loss.op, others)(**given)

@@ -244,8 +244,9 @@ def fit(arguments: dict[str, Any]) -> None:
     if arguments.get("cu_seqlens") is not None:
         length = arguments["x" if "x" in arguments else "bcx"].shape[1]
         arguments["cu_seqlens"] = torch.tensor([0, length // 3, length // 3, length])
-        for name in {"x", "bcx", "initial_state"} & arguments.keys():
-            arguments[name] = arguments[name][:1]
+        for name in ("x", "bcx", "initial_state"):
+            if arguments.get(name) is not None:
+                arguments[name] = arguments[name][:1]
     if arguments.get("transposed"):
         for name in ("gate_up", "down"):
             t = arguments[name]

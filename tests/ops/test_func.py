@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from checks import distance
-from declared import is_constant
-from models import ROWS, VOCABULARY, WIDTH, Call, inputs_of, outputs
+from models import ROWS, VOCABULARY, WIDTH, Call, inputs_of, is_constant, outputs
 from rows import each_row, in_tiers
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacrev, vmap

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from strategies import may_be_float32
 
 from liger_ops.reference import operators
 

@@ -155,8 +155,9 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
     dtypes = Dtypes(draw, operator, draw(st.sampled_from(DTYPES)))
     arguments = {name: option(draw, operator, p) for name, p in parameters.items() if "Tensor" not in kinds[name]}
     given, shapes = given_tensors(draw, operator), draw_shapes(draw, arguments)
-    if "group" in parameters and operator.__name__.startswith("vocab_parallel"):
+    if operator.__name__.startswith("vocab_parallel"):
         arguments |= dict(group=solo_group(), classes=shapes.size("V"))
+        given.discard("vocab_map")
     arguments |= dict.fromkeys(name for name, kind in kinds.items() if kind == "Tensor?")
     for name, shape in shapes_of(operator, shapes, given).items():
         is_list = kinds[name] == "Tensor[]"
@@ -176,9 +177,8 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
 
 @cache
 def own_test_file(operator: Operator) -> ModuleType:
-    """The operator's own test file. A form for split classes has another one than the operator beside it."""
-    split = "vocab_parallel_" if operator.__name__.startswith("vocab_parallel_") else ""
-    stem = f"test_{split}{operator.__module__.rpartition('.')[2]}"
+    """The operator's own test file."""
+    stem = f"test_{operator.__module__.rpartition('.')[2]}"
     (path,) = Path(__file__).parents[1].rglob(f"{stem}.py")
     spec = spec_from_file_location(stem, path)
     assert spec and spec.loader

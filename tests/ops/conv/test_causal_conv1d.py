@@ -4,7 +4,6 @@ import pytest
 import torch
 from causal_convolution import packed, reference
 from checks import CPU_DTYPES, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch.nn import functional
 

@@ -6,7 +6,6 @@ from allocations import allocations
 from causal_convolution import packed
 from causal_convolution import reference as convolved
 from checks import CPU_DTYPES, check_op, equal, gradients, like, path_taken
-from hypothesis import strategies as st
 from pairs import pairwise
 from torch.utils.checkpoint import checkpoint
 

@@ -5,7 +5,6 @@ import torch
 from causal_convolution import packed
 from causal_convolution import reference as convolved
 from checks import CPU_DTYPES, check_op, equal, gradients, path_taken
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 
 conv = torch.ops.liger.short_conv

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, path_taken, sizes_around_tiles
-from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from torch import Tensor
 from torch.nn import functional

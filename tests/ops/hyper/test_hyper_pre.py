@@ -115,10 +115,6 @@ def test_results_that_are_used(used, device):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def vary(draw, arguments):
-    arguments |= dict(norm_eps=1e-5, eps=1e-4, sinkhorn=3)
-
-
 STREAMS, FN, BASE, SCALE = torch.ones(3, 4, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3)
 ERRORS = {
     "one dimension": ((STREAMS[0, 0], FN, BASE, SCALE), "streams must have at least two dimensions"),

@@ -178,7 +178,3 @@ def test_errors(case, op):
 def test_overlapping_logits_cannot_be_overwritten():
     with pytest.raises(RuntimeError, match="cross_entropy_: logits must not overlap themselves"):
         cross_entropy_(torch.ones(1, 8).expand(2, 8), ZEROS)
-
-
-def vary(draw, arguments):
-    may_be_float32(draw, arguments, "weight")

@@ -18,7 +18,6 @@ from checks import (
     path_taken,
     roundings,
 )
-from hypothesis import strategies as st
 from linear_losses import BITS, CE_OPTIONS, budget_for, check, head, of_cross_entropy, plan, plan_of, small_budget
 from pairs import pairwise
 

@@ -7,7 +7,6 @@ import torch
 from checks import CPU_DTYPES, check_op, equal, path_taken
 from normalization import make
 from pairs import sizes_by_device
-from strategies import may_be_float32
 
 from liger_ops import functional
 

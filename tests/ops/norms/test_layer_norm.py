@@ -6,7 +6,6 @@ import torch
 from checks import CPU_DTYPES
 from normalization import check, make
 from pairs import pairwise
-from strategies import may_be_float32
 
 layer_norm = torch.ops.liger.layer_norm
 PRESENT = {"weight and bias": (True, True), "weight": (True, False), "bias": (False, True), "neither": (False, False)}

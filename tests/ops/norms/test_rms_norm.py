@@ -5,7 +5,6 @@ import torch
 from checks import CPU_DTYPES
 from normalization import check, make
 from pairs import pairwise
-from strategies import may_be_float32
 
 
 @pairwise(

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from normalization import check, make
 from normalization import gated_terms as terms
 from pairs import pairwise, sizes_by_device
-from strategies import may_be_float32
 
 from liger_ops import functional
 

@@ -6,7 +6,6 @@ from checks import CPU_DTYPES, HALF_TYPES, ROWS_AND_PARAMETERS
 from hypothesis import strategies as st
 from pairs import pairwise
 from rotations import check, make
-from strategies import may_be_float32
 
 NAME = "qk_norm_rope"
 qk_norm_rope = torch.ops.liger.qk_norm_rope

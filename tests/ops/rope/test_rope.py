@@ -6,7 +6,6 @@ from checks import CPU_DTYPES, check_op, equal
 from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
 from rotations import angles, check, make, reference
-from strategies import may_be_float32
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
 WAYS = {

@@ -676,7 +676,7 @@ PATCHING = [
     ),
     Defect(
         "lora-drops-the-gradient-of-a-called-base", "liger_ops/linear/adapters.py",
-        "if weight is None and needed[1 + count + i]:", "if False:", "ops/linear/test_lora_results.py",
+        "if weight is None and needed[1 + count + i]:", "if False:", "ops/linear/test_lora_linear.py",
     ),
     Defect(
         "lora-calls-a-base-without-its-hooks", "liger_ops/linear/project.py",
@@ -696,7 +696,7 @@ PATCHING = [
     Defect(
         "lora-adds-to-results-of-other-rows", "csrc/ops/linear/lora_linear.cpp",
         "result->dim() == x.dim() && rows(*result).equals(rows(x)), op", "result->dim() > 0, op",
-        "ops/linear/test_lora_results.py",
+        "ops/linear/test_lora_linear.py",
     ),
     Defect(
         "lora-ignores-hooks-of-a-layer", "liger_ops/linear/project.py",

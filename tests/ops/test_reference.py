@@ -11,20 +11,19 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from copy import deepcopy
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_no_worse, environment_of_tree
+from checks import environment_of_tree
 from models import NAMES, ROWS, Call, inputs_of, outputs
+from rows import Bound, bind
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 from liger_ops import functional
-from liger_ops._accuracy import Roundings, rounded
 from liger_ops.reference import operators
 
 TESTS = Path(__file__).parent
@@ -283,74 +282,32 @@ def test_the_command_line_reports_reference(copy):
     assert all(paths == {"cpu": "reference"} for paths in facts["operators"].values())
 
 
-def calls_of_rows(dtype: torch.dtype, seed: int) -> Iterator[tuple[Call, list[torch.Tensor]]]:
-    """For every row of models.py, a module and its inputs."""
-    for row in ROWS:
-        torch.default_generator.manual_seed(seed)
-        module = Call(row).to(dtype)
-        inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs_of(row, 2, 5)]
-        constants = ("cos", "sin", *operators()[row.op].constants)
-        yield (
-            module,
-            [t.requires_grad_(t.is_floating_point() and n not in constants) for n, t in zip(row.inputs, inputs)],
-        )
-
-
-def results_of(function, module: torch.nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results and gradients."""
-    results = outputs(function(*inputs))
-    wanted = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
-    differentiable = [r for r in results if r.requires_grad]
-    # The same in every dtype.
+def results(function, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """And gradients."""
+    found = function(*tensors)
+    differentiable, wanted = ([t for t in ts if t.requires_grad] for ts in (found, tensors))
     upstream = [(0.5 + torch.arange(r.numel()) % 64 / 128).view(r.shape).to(r.dtype) for r in differentiable]
-    return [t.detach() for t in (*results, *torch.autograd.grad(differentiable, wanted, upstream))]
+    return [t.detach() for t in (*found, *torch.autograd.grad(differentiable, wanted, upstream))]
 
 
-def results_of_rows(dtype: torch.dtype, seed: int) -> list[list[torch.Tensor]]:
-    return [results_of(module, module, inputs) for module, inputs in calls_of_rows(dtype, seed)]
+def calls_of_rows() -> Iterator[Bound]:
+    for row, dtype in product(ROWS, (torch.float32, torch.bfloat16)):
+        torch.manual_seed(0)
+        yield bind(row, dtype=dtype)
 
 
-def exact_results(
-    module: Call, inputs: list[torch.Tensor], precision: torch.dtype | None = None, draw: int = 0
-) -> list[torch.Tensor]:
-    """Of the formula in fp64. precision: after random roundings of all tensors."""
-    wide = deepcopy(module).double()
-    wide.op = formula(module.op.__name__)
-    own = [t.detach() for t in (*wide.parameters(), *wide.buffers())]
-    changed = rounded([*own, *inputs], precision, draw) if precision else [*own, *map(as_double, inputs)]
-    for t, value in zip(own, changed):
-        t.copy_(value.detach())
-    return results_of(wide, wide, changed[len(own) :])
+def save_results(path: str) -> None:
+    torch.save([results(call.op, call.tensors) for call in calls_of_rows()], path)
 
 
-def as_double(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
-
-
-def save_results(path: str, seed: int) -> None:
-    torch.save([results_of_rows(dtype, seed) for dtype in (torch.float32, torch.bfloat16)], path)
-
-
-def test_results_equal_those_of_the_library(copy, tmp_path):
-    seed = torch.initial_seed()
-    call(copy, f"save_results({str(tmp_path / 'results')!r}, {seed})")
-    for dtype, theirs in zip((torch.float32, torch.bfloat16), torch.load(tmp_path / "results")):
-        for name, found, (module, inputs) in zip(NAMES, theirs, calls_of_rows(dtype, seed), strict=True):
-            ours, oracle = results_of(module, module, inputs), exact_results(module, inputs)
-            of_rounded = partial(exact_results, module, inputs, dtype)
-            bounds = Roundings(oracle, of_rounded, [*inputs, *module.parameters()], dtype)
-            gradients = sum(t.requires_grad for t in (*inputs, *module.parameters()))
-            for i, (a, b, exact) in enumerate(zip(found, ours, oracle, strict=True)):
-                what = f"{name}, result {i}, {dtype}"
-                assert a.dtype == b.dtype and a.shape == b.shape, what
-                if not a.is_floating_point():
-                    # A rounding may choose between two equal values.
-                    moves = any(not torch.equal(bounds.results(draw)[i], exact) for draw in range(bounds.DRAWS))
-                    assert torch.equal(a, b) or moves, what
-                    continue
-                scale = 1.0 if i >= len(ours) - gradients else 0.0
-                for who, t in (("the formula", a), ("the library", b)):
-                    assert_no_worse(f"{what} of {who}", t, exact.to(t.dtype), exact, scale, bounds=(bounds, i))
+def test_results_are_those_of_the_formulas(copy, tmp_path):
+    """test_properties.py compares the library with them."""
+    call(copy, f"save_results({str(tmp_path / 'results')!r})")
+    for name, found, bound in zip(
+        [name for name in NAMES for _ in range(2)], torch.load(tmp_path / "results"), calls_of_rows(), strict=True
+    ):
+        for ours, theirs in zip(found, results(bound.formula, bound.tensors), strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def check_transforms() -> None:
@@ -360,7 +317,8 @@ def check_transforms() -> None:
         module, inputs = Call(row), list(inputs_of(row, 2, 5, requires_grad=True))
         torch._dynamo.reset()
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-        close(tuple(results_of(compiled, module, inputs)), tuple(results_of(module, module, inputs)))
+        wanted = [*inputs, *module.parameters()]
+        close(*(tuple(results(lambda *_: outputs(f(*inputs)), wanted)) for f in (compiled, module)))
         # Collectives have no batching rule.
         if row.op.endswith("_") or "group" in row.options:
             continue

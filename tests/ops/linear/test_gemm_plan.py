@@ -40,9 +40,14 @@ D_WEIGHT = gemm_of(False, True, 4096, 128256, 1024)
 PROPOSALS = "248:5:1:4;24:5:1:4;23:3:1:4;201:5:1:4;29:3:1:0;20:3:2:9999999;20:3:2:16;20:3:1:0"
 
 
-def run_stub(*problems, loaded=True, **env):
+def run(function, *arguments, **env):
+    """In a process with stubs of the driver and of cuBLAS."""
     folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
-    return stub_cuda.run(serve, problems, loaded, **{"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS} | env)
+    return stub_cuda.run(function, *arguments, **{"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS} | env)
+
+
+def run_stub(*problems, loaded=True, **env):
+    return run(serve, problems, loaded, **env)
 
 
 def test_the_table_chooses_among_the_proposals():
@@ -96,9 +101,7 @@ def serve_in_new_threads(problem, count):
 
 def test_threads_without_a_context():
     """The first thread makes the plan, the second one finds it."""
-    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
-    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS}
-    ran, errors = stub_cuda.run(serve_in_new_threads, LOGITS, 2, **env).value
+    ran, errors = run(serve_in_new_threads, LOGITS, 2).value
     assert [r["device"] for r in ran] == [0, 0] and not errors
 
 
@@ -182,9 +185,7 @@ def refused_after_a_device_error(problem):
 
 
 def test_a_gemm_that_fails_after_a_device_error_names_the_driver_error():
-    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
-    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS, "STUB_LT_REFUSES": "13"}
-    message, log = stub_cuda.run(refused_after_a_device_error, LOGITS, STUB_CUDA_FAIL="cuMemGetInfo=700", **env)
+    message, log = run(refused_after_a_device_error, LOGITS, STUB_CUDA_FAIL="cuMemGetInfo=700", STUB_LT_REFUSES="13")
     assert not log and message.startswith(
         "GEMM failed: cublasLtMatmul returned CUBLAS_STATUS_EXECUTION_FAILED (13), "
         "cuMemGetInfo returned CUDA_ERROR_ILLEGAL_ADDRESS (700)"
@@ -205,10 +206,7 @@ def serve_in_a_capture(problems):
 
 def test_the_first_gemm_may_be_part_of_a_capture():
     """cuBLAS loads its kernels in relaxed capture mode; the thread's own mode is restored afterwards."""
-    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
-    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS}
-    run = stub_cuda.run(serve_in_a_capture, [LOGITS, LOGITS], needs=[serve], **env)
-    assert run.value == [[True, True], ["2", "0"] * 3, 0]
+    assert run(serve_in_a_capture, [LOGITS, LOGITS], needs=[serve]).value == [[True, True], ["2", "0"] * 3, 0]
 
 
 def test_each_device_has_a_handle():

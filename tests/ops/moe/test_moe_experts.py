@@ -1,16 +1,15 @@
 """moe_experts and moe_experts_sorted against their formulas in fp64."""
 
-from typing import Any
-
 import pytest
 import torch
 from checks import (
     CPU_DTYPES,
+    check_no_synchronization,
     check_op,
     equal,
     gradients,
     has_hopper_kernels,
-    path_taken,
+    like,
 )
 from expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
 from hypothesis import strategies as st
@@ -162,79 +161,20 @@ def test_weights_may_be_float32(dtype, device):
     check([x, gate_up, down, index, weight], grads, device)
 
 
-def test_layouts(device):
-    inputs, grads = inputs_of(23, 24, 16, 5, 3, device=device)
-    x, gate_up, down, index, weight = inputs
-    expected = gradients(moe_experts, inputs, grads)
-
-    def transposed(t):
-        return t.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_(t.is_floating_point())
-
-    for i in range(5):
-        changed = [transposed(t) if i == j else t for j, t in enumerate(inputs)]
-        for ours, theirs in zip(gradients(moe_experts, changed, grads), expected):
-            torch.testing.assert_close(ours, theirs)
-    expanded = [torch.ones((), device=device).expand(23, 24)]
-    check(inputs, expanded, device)
+def test_a_part_of_wider_experts(device):
+    """Other layouts are in test_every_operator.py."""
+    inputs, _ = inputs_of(23, 24, 16, 5, 3, device=device)
+    x, gate_up, *others = inputs
     part = torch.cat([gate_up, gate_up], 1).detach()[:, : gate_up.shape[1]]
-    assert torch.equal(moe_experts(x, part, down, index, weight), expected[0])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_only_wanted_gradients(bias, device):
-    """Each subset of frozen arguments leaves the other gradients as they are."""
-    inputs, grads = inputs_of(23, 24, 16, 5, 3, device=device, bias=bias)
-    places = [i for i, t in enumerate(inputs) if t.is_floating_point()]
-    every = dict(zip(places, gradients(moe_experts, inputs, grads)[1:]))
-    for mask in range(1, 1 << len(places)):
-        wanted = [place for i, place in enumerate(places) if mask >> i & 1]
-        frozen = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
-        found = gradients(moe_experts, frozen, grads)[1:]
-        assert equal(found, [every[i] for i in wanted])
-    with torch.no_grad():
-        assert not moe_experts(*inputs).requires_grad
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_backward_overwrites_what_nobody_sees(keep, device):
-    inputs, grads = inputs_of(33, 40, 24, 8, 4, device=device)
-    out = moe_experts(*inputs)
-    with torch.profiler.profile() as profile:
-        torch.autograd.grad(out, [t for t in inputs if t.requires_grad], grads, retain_graph=keep)
-    called = {event.key for event in profile.key_averages() if event.key.startswith("liger::")}
-    assert called == {"liger::_moe_experts_bwd" if keep else "liger::_moe_experts_bwd_"}
-
-
-@pytest.mark.parametrize("options", EVERY_OPTION)
-def test_gradcheck(options):
-    transposed, bias = options.get("transposed", False), not options.get("weight_before", False)
-    inputs, _ = inputs_of(5, 4, 3, 4, 2, torch.float64, transposed=transposed, bias=bias)
-    torch.autograd.gradcheck(with_options(moe_experts, **options), inputs)
-
-
-def bad(**changes: Any) -> Any:
-    (x, gate_up, down, index, weight), _ = inputs_of(7, 8, 16, 5, 3)
-    given = dict(x=x, gate_up=gate_up, down=down, index=index, weight=weight)
-    return {k: v.detach() for k, v in given.items()} | changes
+    assert torch.equal(moe_experts(x, part, *others), moe_experts(*inputs))
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(x=torch.ones(7)), r"x must have two dimensions \(got \[7\]\)"),
-        (dict(x=torch.ones(7, 8).long()), r"x must be float32, float16"),
         (dict(gate_up=torch.ones(5, 32, 9)), r"gate_up must have shape \[experts, 2 inner, hidden\], \[5, 32, 8\]"),
-        (dict(gate_up=torch.ones(32, 8)), r"gate_up must have three dimensions \(got \[32, 8\]\)"),
-        (dict(gate_up=torch.ones(5, 32, 8).half()), r"gate_up must have the dtype of x, Float \(got Half\)"),
-        (dict(down=torch.ones(4, 8, 16)), r"down must have shape \[experts, hidden, inner\], \[5, 8, 16\]"),
         (dict(transposed=True), r"gate_up must have shape \[experts, hidden, 2 inner\]"),
-        (dict(index=torch.ones(7, 3)), r"index must be int64 or int32 \(got Float\)"),
-        (dict(index=torch.ones(7).long()), r"index must have two dimensions \(got \[7\]\)"),
-        (dict(index=torch.ones(6, 3).long()), r"index must have shape \[tokens, choices\], \[7, 3\] \(got \[6, 3\]\)"),
-        (dict(weight=torch.ones(7, 2)), r"weight must have shape \[tokens, choices\], \[7, 3\] \(got \[7, 2\]\)"),
         (dict(weight=torch.ones(7, 3).half()), r"weight must be float32 or have the dtype of x, Float \(got Half\)"),
-        (dict(gate_up_bias=torch.ones(5, 8)), r"gate_up_bias must have shape \[experts, 2 inner\], \[5, 32\]"),
-        (dict(down_bias=torch.ones(5, 9)), r"down_bias must have shape \[experts, hidden\], \[5, 8\]"),
         (dict(activation="relu"), r"activation must be 'silu', 'gelu' or 'gelu_tanh' \(got 'relu'\)"),
         (dict(limit=0.0), r"limit must be positive \(got 0\)"),
         (dict(activation="gelu", alpha=1.5), r"alpha must be 1 with gelu \(got 1.5\)"),
@@ -242,31 +182,14 @@ def bad(**changes: Any) -> Any:
             dict(gate_up_bias=torch.ones(5, 32), weight_before=True),
             r"gate_up_bias must be absent with weight_before \(got a tensor\)",
         ),
-        (dict(down=torch.ones(5, 8, 16, device="meta")), r"down must be on cpu like x \(got meta\)"),
     ],
 )
 def test_bad_arguments(changes, message):
+    """Others, and counts of rows, are in test_wrong_calls.py."""
+    inputs, _ = inputs_of(7, 8, 16, 5, 3)
+    given = dict(zip(("x", "gate_up", "down", "index", "weight"), inputs)) | changes
     with pytest.raises(RuntimeError, match="moe_experts: " + message):
-        moe_experts(**bad(**changes))
-
-
-@pytest.mark.parametrize(
-    "counts, message",
-    [
-        ((3, 0), r"tokens_per_expert must have shape \[experts\], \[3\] \(got \[2\]\)"),
-        ((3, -1, 2), r"tokens_per_expert must not be negative \(got -1\)"),
-        ((3, 4, 6), r"tokens_per_expert must have a sum of at most 12, the rows of x \(got 6 after 7\)"),
-        (
-            (2**62, 2**62, 2**62),
-            rf"tokens_per_expert must have a sum of at most 12, the rows of x \(got {2**62} after 0\)",
-        ),
-        ((-(2**63), 1, 2), "tokens_per_expert must not be negative"),
-    ],
-)
-def test_bad_counts(counts, message):
-    (x, gate_up, down, _), _ = sorted_inputs(12, 24, 16, (3, 0, 7))
-    with pytest.raises(RuntimeError, match="moe_experts_sorted: " + message):
-        moe_experts_sorted(x, gate_up, down, torch.tensor(counts))
+        moe_experts(**given)
 
 
 # ---- On a GPU
@@ -286,16 +209,17 @@ def test_wrong_counts_stay_within_the_rows(counts, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), MANY_ROWS[0]])
-def test_a_cuda_graph_captures_it(size):
-    inputs, grads = inputs_of(*size, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), *MANY_ROWS])
+def test_a_cuda_graph_captures_it_without_synchronization(size, dtype):
+    inputs, grads = inputs_of(*size, dtype, "cuda")
 
     def step(index):
         # A live graph of another stream would break the capture.
         return [t.detach() for t in gradients(moe_experts, [*inputs[:3], index, inputs[4]], grads)]
 
     other = (inputs[3] + 3) % size[3]
-    expected, expected_other = step(inputs[3]), step(other)
+    expected, expected_other = check_no_synchronization(lambda: step(inputs[3])), step(other)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step(inputs[3])
@@ -305,19 +229,6 @@ def test_a_cuda_graph_captures_it(size):
     inputs[3].copy_(other)
     graph.replay()
     assert equal(found, expected_other)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), *MANY_ROWS])
-def test_no_synchronization(size, dtype):
-    inputs, grads = inputs_of(*size, dtype, "cuda")
-    gradients(moe_experts, inputs, grads)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gradients(moe_experts, inputs, grads)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -376,9 +287,11 @@ def vary(draw, arguments):
         arguments["tokens_per_expert"] = counts.to(arguments["tokens_per_expert"].dtype)
     if arguments["activation"] != "silu":
         arguments["alpha"] = 1.0
-
-
-def test_cpu_path():
-    inputs, grads = inputs_of(7, 8, 16, 5, 3)
-    with path_taken("cpu"):
-        gradients(moe_experts, inputs, grads)
+    if arguments["transposed"]:
+        for name in ("gate_up", "down"):
+            turned = like(arguments[name]).detach().transpose(1, 2)
+            arguments[name] = turned.requires_grad_(arguments[name].requires_grad)
+    for pair in (("gate_up_a", "gate_up_b"), ("down_a", "down_b")):
+        if any(arguments[name] is None for name in pair):
+            arguments |= dict.fromkeys(pair)
+        may_be_float32(draw, arguments, *pair)

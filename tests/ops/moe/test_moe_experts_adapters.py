@@ -125,33 +125,6 @@ def test_gradients_lie_as_the_parameters(device):
     assert [g.stride() for g in found] == [t.stride() for t in views.values()]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "features first", "slice"])
-def test_layouts(layout, device):
-    inputs, grads = adapted_inputs(23, 24, 16, 5, 3, device=device)
-    views = {name: t.detach() for name, t in views_of(inputs[-4:], 5).items()}
-    changed = {
-        "contiguous": lambda t: t.contiguous(),
-        "features first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-        "slice": lambda t: torch.cat([t, t], 2)[..., : t.shape[2]],
-    }[layout]
-
-    def found(adapters):
-        leaves = [t.requires_grad_() for t in adapters.values()]
-        out = torch.ops.liger.moe_experts(*inputs[:5], **adapters, **SCALES)
-        return [out, *torch.autograd.grad(out, leaves, grads)]
-
-    for a, b in zip(found({name: changed(t) for name, t in views.items()}), found(views), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("size", [(0, 8, 8, 4, 2), (3, 8, 8, 4, 0)])
-def test_empty(size, device):
-    inputs, grads = adapted_inputs(*size, device=device)
-    op, formula = (adapted(f, 4) for f in (torch.ops.liger.moe_experts, declared.reference))
-    for ours, theirs in zip(gradients(op, inputs, grads), gradients(formula, inputs, grads)):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_adapters_of_rank_zero_add_nothing(device):
     inputs, grads = inputs_of(23, 24, 16, 5, 3, device=device)
     shapes = [(5, 0, 24), (5, 32, 0), (5, 0, 16), (5, 24, 0)]
@@ -163,31 +136,14 @@ def test_adapters_of_rank_zero_add_nothing(device):
     assert [g.shape for g in found[5:]] == [*map(torch.Size, shapes)]
 
 
-def test_only_wanted_gradients(device):
-    """Each subset of frozen adapters and inputs leaves the other gradients as they are."""
-    inputs, grads = adapted_inputs(23, 24, 16, 5, 3, device=device)
+def test_frozen_arguments(device):
+    """All but one, or one alone. The gradients of the others are the same bits."""
+    inputs, grads = adapted_inputs(23, 24, 16, 5, 3, device=device, bias=True)
     places = [i for i, t in enumerate(inputs) if t.is_floating_point()]
     every = dict(zip(places, gradients(op_of(5), inputs, grads)[1:]))
-    for mask in range(1, 1 << len(places)):
-        wanted = [place for i, place in enumerate(places) if mask >> i & 1]
+    for wanted in (*([place] for place in places), *([i for i in places if i != place] for place in places)):
         some = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
         assert equal(gradients(op_of(5), some, grads)[1:], [every[i] for i in wanted])
-
-
-@pytest.mark.parametrize("options", EVERY_OPTION)
-def test_gradcheck(options):
-    bias = not options.get("weight_before", False)
-    transposed = options.get("transposed", False)
-    inputs, _ = adapted_inputs(5, 4, 3, 4, 2, ranks=(2, 1), dtype=torch.float64, bias=bias, transposed=transposed)
-    torch.autograd.gradcheck(op_of(4, **options), inputs)
-
-
-def test_autocast_casts_them(device):
-    inputs, _ = adapted_inputs(23, 24, 16, 5, 3, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        found = op_of(5)(*inputs)
-    low = [t if t.dtype == torch.int64 or i == 4 else t.bfloat16() for i, t in enumerate(inputs)]
-    assert found.dtype == torch.bfloat16 and torch.equal(found, op_of(5)(*low))
 
 
 def test_no_weight_is_merged():
@@ -212,16 +168,11 @@ def bad(**changes):
     [
         (dict(gate_up_a=None), r"gate_up_a must accompany gate_up_b \(got None\)"),
         (dict(down_b=None), r"down_b must accompany down_a \(got None\)"),
-        (dict(gate_up_a=torch.ones(5, 3)), r"gate_up_a must have three dimensions \(got \[5, 3\]\)"),
-        (dict(gate_up_a=torch.ones(5, 3, 9)), r"gate_up_a must have shape \[experts, rank, hidden\], \[5, 3, 8\]"),
-        (dict(gate_up_b=torch.ones(5, 32, 2)), r"gate_up_b must have shape \[experts, 2 inner, rank\], \[5, 32, 3\]"),
-        (dict(down_a=torch.ones(4, 8, 16)), r"down_a must have shape \[experts, rank, inner\], \[5, 8, 16\]"),
         (dict(down_b=torch.ones(5, 9, 8)), r"down_b must have shape \[experts, hidden, rank\], \[5, 8, 8\]"),
         (
             dict(down_a=torch.ones(5, 8, 16).half()),
             r"down_a must be float32 or have the dtype of x, Float \(got Half\)",
         ),
-        (dict(down_b=torch.ones(5, 8, 8, device="meta")), r"down_b must be on cpu like x \(got meta\)"),
     ],
 )
 def test_bad_arguments(changes, message):

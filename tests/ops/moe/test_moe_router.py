@@ -43,13 +43,6 @@ OPTIONS = {
     "root": dict(score="sqrtsoftplus", scale=1.5),
     "groups of roots": dict(score="sqrtsoftplus", groups=4, top_groups=2, normalize=False),
 }
-LAYOUTS = {
-    "part of wider rows": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
-    "expanded": lambda x: x[:1].expand_as(x),
-}
 
 
 def vary(draw, arguments):
@@ -270,23 +263,7 @@ def test_agrees_with_transformers(i, device):
     torch.testing.assert_close(*slopes)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, device):
-    logits = LAYOUTS[layout](make((3, 5, 64), torch.bfloat16, device)[0].detach()).requires_grad_()
-    check(logits, 4, None, None, device, statistics=True)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradcheck(options):
-    torch.manual_seed(0)
-    logits = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
-    call = lambda x: [moe_router(x, 3, statistics=True, **OPTIONS[options])[i] for i in (0, 3, 4)]  # noqa: E731
-    assert torch.autograd.gradcheck(call, [logits])
-
-
 ERRORS = {
-    "integers": (lambda x: moe_router(x.long(), 2), "logits must be float32"),
-    "scalar": (lambda x: moe_router(x[0, 0], 2), "logits must have at least one dimension"),
     "experts": (lambda x: moe_router(x.new_zeros(2, 1025), 2), r"logits must have at most 1024 experts \(got 1025\)"),
     "score": (
         lambda x: moe_router(x, 2, score="relu"),
@@ -296,7 +273,6 @@ ERRORS = {
         lambda x: moe_router(x, 2, experts=x[:, :3].long()),
         r"experts must have shape \[4, 2\] \(got \[4, 3\]\)",
     ),
-    "dtype of experts": (lambda x: moe_router(x, 2, experts=x[:, :2]), r"experts must be int64 or int32 \(got Float\)"),
     "experts and a bias": (
         lambda x: moe_router(x, 2, x[0], experts=x[:, :2].long()),
         r"bias must be None, because experts are given \(got a tensor\)",
@@ -305,15 +281,11 @@ ERRORS = {
         lambda x: moe_router(x, 2, groups=2, experts=x[:, :2].long()),
         r"groups must be 1, because experts are given \(got 2\)",
     ),
-    "scale": (lambda x: moe_router(x, 2, scale=math.inf), r"scale must be finite \(got inf\)"),
     "groups": (lambda x: moe_router(x, 2, groups=5), r"groups must divide the 16 experts \(got 5\)"),
     "top_groups": (lambda x: moe_router(x, 2, groups=4, top_groups=5), r"top_groups must lie in \[1, 4\] \(got 5\)"),
     "top_k": (lambda x: moe_router(x, 17), r"top_k must lie in \[1, 16\] \(got 17\)"),
     "top_k of groups": (lambda x: moe_router(x, 5, groups=4), r"top_k must lie in \[1, 4\] \(got 5\)"),
     "many choices": (lambda x: moe_router(x.new_zeros(2, 64), 33), r"top_k must lie in \[1, 32\] \(got 33\)"),
-    "bias": (lambda x: moe_router(x, 2, x[0, :3]), r"bias must have shape \[16\] \(got \[3\]\)"),
-    "token_weight": (lambda x: moe_router(x, 2, None, x[0]), r"token_weight must have shape \[4\] \(got \[16\]\)"),
-    "learned": (lambda x: moe_router(x, 2, None, x[:, 0].requires_grad_()), "token_weight must not require a gradient"),
 }
 
 

@@ -247,10 +247,22 @@ def call(copy: Path, *functions: str) -> None:
     run(copy, code, "-W", "ignore::RuntimeWarning")
 
 
+WITHOUT_A_LIBRARY = """
+import sys, torch, liger_ops
+torch.ops.liger.rms_norm(torch.ones(2, 8))
+import liger_ops._runtime.loader
+from liger_ops.__main__ import main
+sys.argv[1:] = ["--json"]
+main()
+"""
+
+
 def test_one_warning_lists_the_libraries_tried_and_a_remedy(copy):
-    output = run(
-        copy, "import liger_ops, torch; torch.ops.liger.rms_norm(torch.ones(2, 8)); import liger_ops._runtime.loader"
-    )
+    """And the command line reports the formulas."""
+    output = run(copy, WITHOUT_A_LIBRARY)
+    facts, _ = json.JSONDecoder().raw_decode(output)
+    assert facts["library"] is None and set(facts["operators"]) == set(operators())
+    assert all(paths == {"cpu": "reference"} for paths in facts["operators"].values())
     (line,) = [line for line in output.splitlines() if "RuntimeWarning" in line]
     minor = liger_ops._runtime.loader.torch_minor()
     for part in (
@@ -273,13 +285,6 @@ assert liger_ops._loaded == (None, {"every library": "LIGER_OPS_LIBRARY=0"}), li
 def test_a_fitting_library_can_be_disabled():
     """Disabling it on purpose does not warn."""
     run(PACKAGE.parent, DISABLED, LIGER_OPS_LIBRARY="0")
-
-
-def test_the_command_line_reports_reference(copy):
-    main = "import sys; from liger_ops.__main__ import main; sys.argv[1:] = ['--json']; main()"
-    facts = json.loads(run(copy, main, "-W", "ignore::RuntimeWarning"))
-    assert facts["library"] is None and set(facts["operators"]) == set(operators())
-    assert all(paths == {"cpu": "reference"} for paths in facts["operators"].values())
 
 
 def results(function, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

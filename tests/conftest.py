@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import has_hopper_kernels
-from interpreted import load
 from stub_cuda import packs as stub_cuda_packs
 
 import liger_ops
@@ -83,13 +82,6 @@ def pytest_pyfunc_call(pyfuncitem):
         seed=option("--seed"), threads=option("--threads") or 1, onednn=not option("--no-onednn"),
     )  # fmt: skip
     return True
-
-
-@pytest.fixture
-def interpreted(request, case):
-    """What the module's INTERPRETED code saves for the case in Triton's interpreter."""
-    items = [i for i in request.session.items if i.path == request.path and "interpreted" in i.fixturenames]
-    return load(request.path.stem, request.module.INTERPRETED, case, [i.callspec.params["case"] for i in items])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,26 +1,32 @@
-"""The kernels around the GEMM that writes exponentials, in Triton's interpreter on CPU tensors."""
+"""The kernels around the GEMM that writes exponentials, in Triton's interpreter on CPU tensors. No operator launches them there,
+because the GEMM needs a GPU."""
 
 from itertools import product
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
-from interpreted import cases
 from pairs import pairs_of
 
-INTERPRETED = """
-import types, torch, numpy
-import liger_ops.kernels.losses.exponentials
-from interpreter import find
-from liger_ops.kernels.losses import _flags, exponentials as kernels
-UNKNOWN, TILE = kernels.UNKNOWN.value, find("fused_linear_cross_entropy_exp_logits").configs[0].constexprs["TILE_N"]
+import liger_ops.kernels as tables
+from liger_ops.kernels.losses import _flags
+from liger_ops.kernels.losses import exponentials as kernels
+
+UNKNOWN, TILE = (
+    kernels.UNKNOWN.value,
+    tables.find("fused_linear_cross_entropy_exp_logits").configs[0].constexprs["TILE_N"],
+)
 MEAN, HAS_GRAD, HAS_WEIGHT, SAVE_Z_LOSS, ADD_Z_LOSS = (
     getattr(_flags, name).value for name in ("MEAN", "HAS_GRAD", "HAS_WEIGHT", "SAVE_Z_LOSS", "ADD_Z_LOSS")
 )
 TAKES, WEIGHS = kernels.TAKES.value, kernels.WEIGHS.value
 
+
 def in_order(numbers):
     bits = numbers.view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
 
 def exponentials(e, sums, x, weight, base, classes, highest, raised, scale):
     # Emulates the GEMM that is written in PTX, launched twice.
@@ -33,7 +39,7 @@ def exponentials(e, sums, x, weight, base, classes, highest, raised, scale):
         logits = scale * (x @ weight.T)
         known = (classes >= 0).nonzero().flatten()
         logits[known, classes[known].long()] = -torch.inf
-        blocks = (torch.arange(rows) // 256)
+        blocks = torch.arange(rows) // 256
         made = (raised[1 + blocks] != 0) if again else torch.ones(rows, dtype=torch.bool)
         if again and not raised[0]:
             break
@@ -47,8 +53,8 @@ def exponentials(e, sums, x, weight, base, classes, highest, raised, scale):
             raised[1 + blocks[over]] = 1
             raised[0] |= int(over.any())
 
-def run(path, rows, n, columns, words, takes, arrives, extras, large):
-    torch.manual_seed(0)
+
+def results_of(rows, n, columns, words, takes, arrives, extras, large):
     x, weight = torch.randn(rows, columns), torch.randn(n, columns) * columns**-0.5
     target = torch.randint(n, (rows,))
     target[::5], target[1] = -100, n + 7
@@ -68,20 +74,92 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
     sums = weighed[:, :tiles]
 
     def launch(name, *args):
-        variant = find("fused_linear_cross_entropy_" + name).pick({"X": "bf16"}, columns, columns % 8 == 0)
+        variant = tables.find("fused_linear_cross_entropy_" + name).pick({"X": "bf16"}, columns, columns % 8 == 0)
         variant.kernel.function[(rows,)](*args, **variant.constexprs)
 
-    launch("true_logits", base, classes, highest, raised, x, weight, packed, n, columns, columns, columns, words, -100,
-           0, n, scale)
+    launch(
+        "true_logits",
+        base,
+        classes,
+        highest,
+        raised,
+        x,
+        weight,
+        packed,
+        n,
+        columns,
+        columns,
+        columns,
+        words,
+        -100,
+        0,
+        n,
+        scale,
+    )
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
     # A loss without gradients: sums have their own memory.
     alone, nothing = torch.full((rows,), float("nan")), torch.empty(1)
-    launch("weigh", alone, nothing, factor, taken, nothing, e.clone(), x, sums.clone(), nothing, base, classes, highest,
-           packed, class_weight, grad, totals, rows, columns, tiles, tiles, 0, e.stride(0), columns, words, 1, z_scale,
-           HAS_WEIGHT * extras | ADD_Z_LOSS)
+    launch(
+        "weigh",
+        alone,
+        nothing,
+        factor,
+        taken,
+        nothing,
+        e.clone(),
+        x,
+        sums.clone(),
+        nothing,
+        base,
+        classes,
+        highest,
+        packed,
+        class_weight,
+        grad,
+        totals,
+        rows,
+        columns,
+        tiles,
+        tiles,
+        0,
+        e.stride(0),
+        columns,
+        words,
+        1,
+        z_scale,
+        HAS_WEIGHT * extras | ADD_Z_LOSS,
+    )
     flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS | HAS_WEIGHT * extras | SAVE_Z_LOSS
-    launch("weigh", lost, z_loss, factor, taken, weighed, e, x, sums, nothing, base, classes, highest, packed,
-           class_weight, grad, totals, rows, columns, tiles, sums.stride(0), 0, e.stride(0), columns, words, 1, z_scale, flags)
+    launch(
+        "weigh",
+        lost,
+        z_loss,
+        factor,
+        taken,
+        weighed,
+        e,
+        x,
+        sums,
+        nothing,
+        base,
+        classes,
+        highest,
+        packed,
+        class_weight,
+        grad,
+        totals,
+        rows,
+        columns,
+        tiles,
+        sums.stride(0),
+        0,
+        e.stride(0),
+        columns,
+        words,
+        1,
+        z_scale,
+        flags,
+    )
     dweight = scale * e[:, :n].T @ weighed
     dx = scale * e[:, :n] @ weight
     if takes:
@@ -92,11 +170,28 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
     # The same with the classes split over two ranks.
     ranks, facts = [], []
     for first, end in ((0, n - n // 3), (n - n // 3, n)):
-        r = types.SimpleNamespace(first=first, w=weight[first:end].contiguous(), n=end - first)
+        r = SimpleNamespace(first=first, w=weight[first:end].contiguous(), n=end - first)
         r.base, r.factor, r.taken, r.loss, r.z_loss = torch.full((5, rows), float("nan"))
         r.classes, r.highest, r.raised = classes.clone(), highest.clone(), raised.clone()
-        launch("true_logits", r.base, r.classes, r.highest, r.raised, x, r.w, packed, r.n, columns, columns, columns, words,
-               -100, first, n, scale)
+        launch(
+            "true_logits",
+            r.base,
+            r.classes,
+            r.highest,
+            r.raised,
+            x,
+            r.w,
+            packed,
+            r.n,
+            columns,
+            columns,
+            columns,
+            words,
+            -100,
+            first,
+            n,
+            scale,
+        )
         ranks.append(r)
     base_of_all = torch.stack([r.base for r in ranks]).amax(0)
     for r in ranks:
@@ -104,15 +199,42 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
         r.e, r.sums = torch.full((rows, r.n + 3), float("nan")), torch.full((rows, -(-r.n // TILE)), float("nan"))
         exponentials(r.e, r.sums, x, r.w, r.base, r.classes, r.highest, r.raised, scale)
         facts.append(torch.full((2, rows), float("nan")))
-        add_sums = find("fused_linear_cross_entropy_add_sums").variant(0)
-        add_sums.kernel.function[(rows,)](facts[-1], r.sums, r.base, r.highest, rows, *[r.sums.shape[1]] * 2,
-                                          **add_sums.constexprs)
+        add_sums = tables.find("fused_linear_cross_entropy_add_sums").variant(0)
+        add_sums.kernel.function[(rows,)](
+            facts[-1], r.sums, r.base, r.highest, rows, *[r.sums.shape[1]] * 2, **add_sums.constexprs
+        )
     facts, flags, split_dx, split_dweight = torch.stack(facts), flags | TAKES, 0, []
     for r in ranks:
         r.weighed = torch.full((rows, columns), float("nan"))
-        launch("weigh", r.loss, r.z_loss, r.factor, r.taken, r.weighed, r.e, x, r.sums, facts, r.base, r.classes, r.highest,
-               packed, class_weight, grad, totals, rows, columns, *[r.sums.shape[1]] * 2, 2, r.e.stride(0), columns, words,
-               1, z_scale, flags)
+        launch(
+            "weigh",
+            r.loss,
+            r.z_loss,
+            r.factor,
+            r.taken,
+            r.weighed,
+            r.e,
+            x,
+            r.sums,
+            facts,
+            r.base,
+            r.classes,
+            r.highest,
+            packed,
+            class_weight,
+            grad,
+            totals,
+            rows,
+            columns,
+            *[r.sums.shape[1]] * 2,
+            2,
+            r.e.stride(0),
+            columns,
+            words,
+            1,
+            z_scale,
+            flags,
+        )
         dweight_here, part = scale * r.e[:, : r.n].T @ r.weighed, scale * r.e[:, : r.n] @ r.w
         known = (r.classes >= 0).nonzero().flatten()
         dweight_here.index_add_(0, r.classes[known].long(), scale * r.taken[known, None] * x[known])
@@ -120,9 +242,24 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
         split_dx = split_dx + part
         split_dweight.append(dweight_here)
         assert torch.equal(r.loss.nan_to_num(), ranks[0].loss.nan_to_num())
-    numpy.savez(path, split_loss=r.loss, split_z_loss=r.z_loss, split_dx=split_dx, split_dweight=torch.cat(split_dweight), loss=lost, z_loss=z_loss, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad,
-                classes=classes, class_weight=class_weight, rescued=highest != UNKNOWN)
-"""
+    return dict(
+        split_loss=r.loss,
+        split_z_loss=r.z_loss,
+        split_dx=split_dx,
+        split_dweight=torch.cat(split_dweight),
+        loss=lost,
+        z_loss=z_loss,
+        alone=alone,
+        dx=dx,
+        dweight=dweight,
+        x=x,
+        weight=weight,
+        target=target,
+        grad=grad,
+        classes=classes,
+        class_weight=class_weight,
+        rescued=highest != UNKNOWN,
+    )
 
 
 # (rows, classes, columns, words of a target, whether the target's gradient is apart, whether an upstream gradient arrives,
@@ -134,11 +271,17 @@ THOROUGH = [(33, 500, 24, *form, *options) for form, *options in product(FORMS, 
 THOROUGH += [(260, 192, 1031, 1, False, True, False, True)]
 
 
-@cases(QUICK, THOROUGH)
-def test_kernels_interpreted(case, interpreted):
-    """Runs the kernels around the GEMM: they compute losses and gradients from exponentials and their sums."""
+def cases():
+    for case in dict.fromkeys([*QUICK, *THOROUGH]):
+        yield pytest.param(case, marks=[] if case in QUICK else [pytest.mark.thorough], id="-".join(map(str, case)))
+
+
+@pytest.mark.parametrize("device", ["interpreted"])
+@pytest.mark.parametrize("case", cases())
+def test_results(case, device):
+    """Losses and gradients, from exponentials and their sums."""
     *_, arrives, extras, large = case
-    got = interpreted
+    got = results_of(*case)
     x, weight = (got[name].double().requires_grad_() for name in ("x", "weight"))
     target, bad = got["target"].clone(), got["target"] >= len(weight)
     assert (got["classes"][bad] == -2).all() and (got["classes"][target == -100] == -1).all()

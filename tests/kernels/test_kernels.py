@@ -6,15 +6,19 @@ import struct
 import subprocess
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
+import interpreter
 import pytest
-from interpreted import cases
+import torch
+import triton.language as tl
 from stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
 from liger_ops.aot.compile import MAX_SHARED_BYTES, PLAIN_SHARED_BYTES, assembler, cubin_sections, reserved_shared
 from liger_ops.kernels import hopper
+from liger_ops.kernels import rows as rows_of_kernels
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 WIDEST = 16  # bytes per access of one thread
@@ -280,68 +284,101 @@ def test_aligned_variants_use_16_byte_accesses(name):
 
 # ---- L2 prefetches: programs request rows that later programs read.
 
-INTERPRETED = """
-import numpy, torch
-import triton.language as tl
-import interpreter
-import liger_ops.kernels.losses.cross_entropy
-import liger_ops.kernels.norms.layer_norm, liger_ops.kernels.norms.rms_norm
-from interpreter import find
-from liger_ops.kernels import rows as shared
-
-def prefetches(name, choices, n, ahead, programs, arguments):
-    variant = find(name).pick(choices, n, n % 8 == 0)
-    shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes(variant))
-    interpreter.prefetched.clear()
-    variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
-    return list(interpreter.prefetched)
 
 def program_bytes(variant):
     c = variant.constexprs
-    size = {"fp32": 4, "fp16": 2}[variant.choices["X"]]
-    return 2 * c["KEEP"] if "KEEP" in c else c["TILES"] * c["BLOCK_N"] * size * (1 + c.get("RESIDUAL", 0))
+    return (
+        2 * c["KEEP"]
+        if "KEEP" in c
+        else c["TILES"] * c["BLOCK_N"] * BYTES[variant.choices["X"]] * (1 + c.get("RESIDUAL", 0))
+    )
+
+
+def prefetches(name, choices, n, ahead, programs, arguments):
+    variant = tables.find(name).pick(choices, n, n % 8 == 0)
+    interpreter.prefetched.clear()
+    with patch.object(rows_of_kernels, "BYTES_AHEAD", tl.constexpr(ahead * program_bytes(variant))):
+        variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
+    return list(interpreter.prefetched)
+
 
 def ranges(found, base, stride):
     return [[(start - base) // stride, (start - base) % stride, end - start] for start, end in found]
 
-rows, n, out = 6, 1600, {}
-x, r, y, s, stats = *(torch.randn(rows, n) for _ in range(4)), torch.zeros(2, rows)
-w = torch.ones(n)
-W = {"X": "fp32", "W": "fp32"}
-for residual in (0, 1):
-    found = prefetches("rms_norm_fwd", W | {"RESIDUAL": residual}, n, 4, rows,
-                 (y, s, stats, x, r, w, rows, n, 0, 0, n, 0, n, 0, n, 1e-6, 0.0, 1))
-    out[f"rms_norm {residual}"] = ranges(found[::1 + residual], x.data_ptr(), 4 * n)
-    out[f"residual {residual}"] = ranges(found[1::2] if residual else [], r.data_ptr(), 4 * n)
-found = prefetches("layer_norm_fwd", W, n, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3))
-out["layer_norm"] = ranges(found, x.data_ptr(), 4 * n)
-
-target = torch.tensor([1, 2, -100, 3, -100, 4], dtype=torch.int32)
-zeros = torch.zeros(rows)
-def loss(n, programs, ahead, shares, arrived):
-    logits = torch.randn(rows, n)
-    found = prefetches("cross_entropy_fwd_bwd", {"X": "fp32", "EXTRAS": 0}, 2 * n, ahead, programs,
-                 (zeros, zeros, zeros, zeros.long(), logits, logits, target, zeros, zeros, w, w, shares, arrived,
-                  rows, n, 0, 0, n, 0, n, 1, 0, -100, 0.0, 0.0, 0.0, 0))
-    return ranges(found, logits.data_ptr(), 4 * n)
-out["cross_entropy"] = loss(1000, rows, 2, zeros, zeros.int())
-# No program has started. Pretends that the other parts of each row have arrived, because the interpreter runs programs one after another.
-out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.tensor([0] + rows * [9], dtype=torch.int32))
-def run(path):
-    numpy.savez(path, **{name: numpy.array(found) for name, found in out.items()})
-"""
-
 
 @pytest.mark.thorough
-@cases([()])
-def test_programs_prefetch_for_later_ones(case, interpreted):
-    found = {name: ranges.tolist() for name, ranges in interpreted.items()}
+@pytest.mark.parametrize("device", ["interpreted"])
+def test_programs_prefetch_for_later_ones(device):
+    rows, n, out = 6, 1600, {}
+    x, r, y, s, stats = *(torch.randn(rows, n) for _ in range(4)), torch.zeros(2, rows)
+    w = torch.ones(n)
+    W = {"X": "fp32", "W": "fp32"}
+    for residual in (0, 1):
+        found = prefetches(
+            "rms_norm_fwd",
+            W | {"RESIDUAL": residual},
+            n,
+            4,
+            rows,
+            (y, s, stats, x, r, w, rows, n, 0, 0, n, 0, n, 0, n, 1e-6, 0.0, 1),
+        )
+        out[f"rms_norm {residual}"] = ranges(found[:: 1 + residual], x.data_ptr(), 4 * n)
+        out[f"residual {residual}"] = ranges(found[1::2] if residual else [], r.data_ptr(), 4 * n)
+    found = prefetches("layer_norm_fwd", W, n, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3))
+    out["layer_norm"] = ranges(found, x.data_ptr(), 4 * n)
+
+    target = torch.tensor([1, 2, -100, 3, -100, 4], dtype=torch.int32)
+    zeros = torch.zeros(rows)
+
+    def loss(n, programs, ahead, shares, arrived):
+        logits = torch.randn(rows, n)
+        found = prefetches(
+            "cross_entropy_fwd_bwd",
+            {"X": "fp32", "EXTRAS": 0},
+            2 * n,
+            ahead,
+            programs,
+            (
+                zeros,
+                zeros,
+                zeros,
+                zeros.long(),
+                logits,
+                logits,
+                target,
+                zeros,
+                zeros,
+                w,
+                w,
+                shares,
+                arrived,
+                rows,
+                n,
+                0,
+                0,
+                n,
+                0,
+                n,
+                1,
+                0,
+                -100,
+                0.0,
+                0.0,
+                0.0,
+                0,
+            ),
+        )
+        return ranges(found, logits.data_ptr(), 4 * n)
+
+    out["cross_entropy"] = loss(1000, rows, 2, zeros, zeros.int())
+    # No program has started. Pretends that the other parts of each row have arrived, for which programs would wait.
+    out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.tensor([0] + rows * [9], dtype=torch.int32))
     row = 4 * 1600
-    assert found["rms_norm 0"] == found["layer_norm"] == [[4, 0, row], [5, 0, row]]
-    assert found["rms_norm 1"] == found["residual 1"] == [[4, 0, row], [5, 0, row]]
+    assert out["rms_norm 0"] == out["layer_norm"] == [[4, 0, row], [5, 0, row]]
+    assert out["rms_norm 1"] == out["residual 1"] == [[4, 0, row], [5, 0, row]]
     # Rows 2 and 4 have no target: their programs prefetch nothing, and no program prefetches these rows.
-    assert found["cross_entropy"] == [[3, 0, 4000], [5, 0, 4000]]
+    assert out["cross_entropy"] == [[3, 0, 4000], [5, 0, 4000]]
     # Three parts per row. Each program prefetches the part four programs ahead, if both rows have targets.
     part = 4 * 11264
     later = [(at // 3, at % 3) for at in range(4, 18) if (at - 4) // 3 not in (2, 4) and at // 3 not in (2, 4)]
-    assert found["parts"] == [[at, i * part, min(part, 120_000 - i * part)] for at, i in later]
+    assert out["parts"] == [[at, i * part, min(part, 120_000 - i * part)] for at, i in later]

@@ -303,8 +303,6 @@ def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], pat
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
     """Runs code in a new Python process that imports this source tree."""
-    if "TRITON_INTERPRET" in env:
-        code = f"import interpreter\ninterpreter.install()\n{code}"
     environment = environment_of_tree(**env)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
 

@@ -3,10 +3,11 @@ launch's tensors, accepts scalar conditions as masks, and keeps what it would co
 
 import ctypes
 import functools
+import itertools
 import re
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -163,10 +164,16 @@ def to_halves(_, values):
     return [(low | high << 16).view(np.int32)]
 
 
+def in_bf16(numbers):
+    """Their bits."""
+    bits = numbers.view(np.uint32).astype(np.uint64)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+    return np.where(np.isnan(numbers), 0x7FFF, rounded).astype(np.uint16)
+
+
 def to_bf16(_, values):
-    bits = values[0].view(np.uint32).astype(np.uint64)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
-    return [np.where(np.isnan(values[0]), 0x7FFF0000, rounded).astype(np.uint32).view(np.int32)]
+    low, *high = (in_bf16(v).astype(np.uint32) for v in values)
+    return [(low | high[0] << 16 if high else low << 16).view(np.int32)]
 
 
 def prefetch(_, values):
@@ -216,18 +223,7 @@ INSTRUCTIONS = {
 }
 
 
-def find(name):
-    """A kernel of the imported modules of liger_ops.kernels."""
-    modules = [module for path, module in sys.modules.items() if path.startswith("liger_ops.kernels.")]
-    return next(kernel for m in modules for kernel in getattr(m, "KERNELS", ()) if kernel.name == name)
-
-
-def install(library=False):
-    """library: kernels are launched by operators. Else kernels need none, and no other module of liger_ops."""
-    if not library:
-        package = sys.modules["liger_ops"] = ModuleType("liger_ops")
-        package.__path__ = [str(Path(__file__).parents[2] / "liger_ops")]
-
+def install():
     from triton.language import int1, int32
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -247,8 +243,70 @@ def install(library=False):
     InterpreterBuilder.create_splat = splat_of_bool
     guard()
     accelerate()
-    if library:
-        count_in_tensors()
+    count_in_tensors()
+    compute_in_bf16()
+
+
+MOST_TURNS = 9
+
+
+class Program(threading.Thread):
+    """One of a launch, which runs until it ends or waits for others. Only one runs at a time."""
+
+    current = None
+
+    def __init__(self, index, body):
+        super().__init__(daemon=True)
+        self.index, self.body, self.error, self.kept, self.ended = index, body, None, None, False
+        self.turn, self.stop = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+
+    def run(self):
+        self.turn.acquire()
+        try:
+            self.body()
+        except Exception as error:
+            self.error = error
+        self.ended = True
+        self.stop.release()
+
+    def wait(self):
+        self.kept = shared.copy()
+        self.stop.release()
+        self.turn.acquire()
+        shared[:] = self.kept
+
+    def go_on(self):
+        Program.current = self
+        self.turn.release()
+        self.stop.acquire()
+        Program.current = None
+        if self.error:
+            raise self.error
+
+
+def launch(function, grid, values, constexprs):
+    """Runs a kernel with addresses for tensors. A program that waits for others, by adding nothing to a counter, lets them
+    run."""
+    from triton.runtime import interpreter
+
+    body, builder = function.rewrite(), interpreter.interpreter_builder
+    interpreter._patch_lang(body)
+    arguments = [*map(interpreter._implicit_cvt, values)]
+    builder.set_grid_dim(*grid)
+    indices = itertools.product(*map(range, grid))
+    if "arrived" not in function.arg_names:
+        for index in indices:
+            builder.set_grid_idx(*index)
+            body(*arguments, **constexprs)
+        return
+    programs = [Program(index, lambda: body(*arguments, **constexprs)) for index in indices]
+    for _ in range(MOST_TURNS):
+        for program in programs:
+            builder.set_grid_idx(*program.index)
+            program.go_on()
+        programs = [program for program in programs if not program.ended]
+    assert not programs, "programs wait forever"
 
 
 def count_in_tensors():
@@ -279,26 +337,48 @@ def count_in_tensors():
     interpreter._patch_lang = patch_with_range
 
 
+def compute_in_bf16():
+    """NumPy has no such numbers: they are uint16 there. Converts them with one rounding, and computes in fp32."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, operate, multiply = (getattr(InterpreterBuilder, name) for name in ("cast_impl", "binary_op", "create_dot"))
+
+    def wide(t):
+        if t.dtype.scalar != bfloat16:
+            return t
+        return TensorHandle((t.data.astype(np.uint32) << 16).view(np.float32), float32)
+
+    def narrow(numbers):
+        return TensorHandle(in_bf16(np.ascontiguousarray(numbers, np.float32)), bfloat16)
+
+    def cast_wide(self, x, dtype):
+        return narrow(wide(x).data) if dtype.scalar == bfloat16 else cast(self, wide(x), dtype)
+
+    def operate_in_wide(self, a, b, operation):
+        found = operate(self, wide(a), wide(b), operation)
+        is_number = a.dtype.scalar == bfloat16 and found.data.dtype != bool
+        return narrow(found.data) if is_number else found
+
+    def multiply_wide(self, a, b, *others):
+        return multiply(self, wide(a), wide(b), *others)
+
+    InterpreterBuilder.get_bf16 = lambda self, value: narrow([value])
+    InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = cast_wide, operate_in_wide
+    InterpreterBuilder.create_dot = multiply_wide
+    InterpreterBuilder.create_fp_to_fp = lambda self, x, dtype, rounding: self.cast_impl(x, dtype)
+
+
 def guard():
     from triton.runtime import interpreter
 
     executor, access = interpreter.GridExecutor, interpreter._interpreter
-    prepare, restore = executor._init_args_hst, executor._restore_args_dev
-
-    def is_of_host(args):
-        # The operators' host passes addresses. Their memory is held already, and nothing is copied.
-        return any(type(a).__name__ == "Pointer" for a in args)
+    prepare = executor._init_args_hst
 
     def prepare_and_hold(self, args, kwargs):
-        if is_of_host(args):
-            return list(args), dict(kwargs)
         found, named = prepare(self, args, kwargs)
         memory.hold(t for t in (*found, *named.values()) if hasattr(t, "data_ptr"))
         return found, named
-
-    def restore_tensors(self, args, *others):
-        if not is_of_host(args):
-            restore(self, args, *others)
 
     def load(at, mask, other, dtype):
         memory.check(at, mask, np.dtype(dtype).itemsize, reads=True)
@@ -310,13 +390,15 @@ def guard():
 
     def atomic_rmw(op, at, value, mask, order):
         memory.check(at, mask, value.itemsize, reads=False)
+        if Program.current and not value.any():
+            Program.current.wait()
         return access.atomic_rmw(op, at, value, mask, order)
 
     def atomic_cas(at, expected, value, order):
         memory.check(at, True, value.itemsize, reads=False)
         return access.atomic_cas(at, expected, value, order)
 
-    executor._init_args_hst, executor._restore_args_dev = prepare_and_hold, restore_tensors
+    executor._init_args_hst = prepare_and_hold
     checked = {"load": load, "store": store, "atomic_rmw": atomic_rmw, "atomic_cas": atomic_cas}
     interpreter._interpreter = SimpleNamespace(**vars(access) | checked)
 

@@ -42,8 +42,13 @@ class Process:
 
 
 @cache
-def started() -> Process:
+def started(rank: int = 0) -> Process:
+    """One of several processes, if tests need a group."""
     return Process()
+
+
+# Of tests that ask themselves.
+SETTINGS = dict(capability=80, seed=0, threads=1, onednn=True)
 
 
 # ---- In that process
@@ -84,6 +89,10 @@ def span_of(address: int) -> tuple[int, int]:
 launched: list[str] = []  # names of the variants
 
 
+def kernels_launched() -> set[str]:
+    return {name.partition("[")[0] for name in launched}
+
+
 def run_kernel(name: str, index: int, grid: tuple[int, int, int], arguments: int) -> None:
     import interpreter
     import torch
@@ -111,7 +120,12 @@ def run_kernel(name: str, index: int, grid: tuple[int, int, int], arguments: int
     interpreter.memory.hold_spans(spans)
     # It has no instruction that converts to e4m3.
     constexprs = {name: 0 if name == "HARDWARE" else value for name, value in variant.constexprs.items()}
-    kernel.function[grid](*values, **constexprs)
+    interpreter.launch(kernel.function, grid, values, constexprs)
+
+
+def imitate(capability: int, multiprocessors: int) -> None:
+    """What operators believe the device to be, until the next test."""
+    runtime().interpret(run_kernel, capability, multiprocessors)
 
 
 @cache
@@ -130,8 +144,7 @@ def answer_to(
     """Calls a function of a test's module. Returns the names of the variants that were launched."""
     import torch
 
-    # Programs run one after another, so that none may wait for another: those of one multiprocessor do not.
-    runtime().interpret(run_kernel, capability, 1)
+    imitate(capability, 1)
     launched.clear()
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
@@ -152,7 +165,7 @@ def serve(connection: Connection) -> None:
     import interpreter
     import torch
 
-    interpreter.install(library=True)
+    interpreter.install()
     tracker().track_memory()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     while True:

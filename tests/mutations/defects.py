@@ -582,7 +582,7 @@ PATCHING = [
     Defect(
         "queries-that-change-rotate-as-a-whole", "liger_ops/transformers/latent_heads.py",
         "if written or rewrite.is_read_later", "if rewrite.is_read_later",
-        "transformers/test_transformers_latent_heads.py",
+        "transformers/test_rewritten_statements.py",
     ),
     Defect(
         "joins-ignore-shapes", "liger_ops/transformers/latent_heads.py",
@@ -597,12 +597,12 @@ PATCHING = [
     Defect(
         "rewrite-shares-an-input-that-changes", "liger_ops/transformers/rewrite.py",
         "if any(may_change(statement, argument) for statement in block[first:last]):", "if False:",
-        "transformers/test_rewrite.py",
+        "transformers/test_rewritten_statements.py",
     ),
     Defect(
         "rewrite-allows-in-place-additions", "liger_ops/transformers/rewrite.py",
         "if isinstance(node, ast.AugAssign) and is_name(node.target, name):", "if False:",
-        "transformers/test_rewrite.py",
+        "transformers/test_rewritten_statements.py",
     ),
     Defect(
         "head-defers-for-other-threads", "liger_ops/transformers/heads.py",

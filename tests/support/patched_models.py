@@ -79,7 +79,7 @@ def assert_as_found(found, plain, ids):
     assert_as_exact(run, expected, plain, ([found[0].detach()], [own[name] for name in gradients]))
 
 
-def trained(model, steps=20):
+def trained(model, steps=8):
     """The losses of a few steps of gradient descent, which amplifies rounding less than Adam."""
     model = copy.deepcopy(model).train()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []

@@ -3,18 +3,19 @@
 import ast
 import linecache
 import textwrap
+from typing import Any
 
 import torch
 
 from liger_ops.transformers import rewrite
 
 
-def function(body: str):
-    """A method with this body, and its source, which `inspect` can find."""
-    source = "def forward(self, x, residual=None):\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
+def function(body: str, **names: Any):
+    """A method with this body, which may use these names, and its source, which `inspect` can find."""
+    source = "def forward(self, x, residual=None):\n" + textwrap.indent(body.strip(), "    ") + "\n"
     name = f"<test {len(linecache.cache)}>"
     linecache.cache[name] = len(source), None, source.splitlines(True), name
-    scope = {"torch": torch}
+    scope = {"torch": torch, **names}
     exec(compile(source, name, "exec"), scope)
     return scope["forward"], source
 

@@ -49,6 +49,11 @@ def in_fp64(formula, own):
     return lambda x, *args: (formula if x.dtype == torch.float64 else own)(x, *args)
 
 
+def llama_mlp(activation="silu"):
+    config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act=activation)
+    return modeling("llama").LlamaMLP(config)
+
+
 def leaf(*shape, dtype, scale=1.0):
     return (scale * torch.randn(shape)).to(dtype).requires_grad_()
 
@@ -116,8 +121,7 @@ def test_a_rotation_of_wider_tables_has_the_dtype_that_the_function_gives_it():
 def test_mlps(layer, activation, dtype):
     """The module's activation decides, not the layer's name."""
     torch.manual_seed(0)
-    config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act=activation)
-    mlp = modeling("llama").LlamaMLP(config).to(dtype)
+    mlp = llama_mlp(activation).to(dtype)
     names, weights = zip(*mlp.named_parameters())
 
     def call(module):
@@ -198,11 +202,6 @@ def laguna_router():
     return router
 
 
-def relu_mlp():
-    config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act="relu")
-    return modeling("llama").LlamaMLP(config)
-
-
 OTHERS = {
     "norm": (Clamped, layers.RMSNorm, lambda: [torch.randn(3, 8)]),
     "rotation": (
@@ -211,7 +210,7 @@ OTHERS = {
         lambda: [torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), torch.randn(1, 3, 8)],
     ),
     "router": (laguna_router, layers.SoftmaxTopKRouter, lambda: [torch.randn(2, 5, 16)]),
-    "mlp": (relu_mlp, layers.SwiGLUMLP, lambda: [torch.randn(2, 5, 16)]),
+    "mlp": (lambda: llama_mlp("relu"), layers.SwiGLUMLP, lambda: [torch.randn(2, 5, 16)]),
 }
 
 
@@ -245,10 +244,9 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act="silu")
         routing = SimpleNamespace(num_experts_per_tok=2, num_experts=4, hidden_size=16)
         self.norm = served(modeling("llama").LlamaRMSNorm(16), layers.RMSNorm)
-        self.mlp = served(modeling("llama").LlamaMLP(config), layers.SwiGLUMLP)
+        self.mlp = served(llama_mlp(), layers.SwiGLUMLP)
         self.router = served(modeling("qwen3_5_moe").Qwen3_5MoeTopKRouter(routing), layers.SoftmaxTopKRouter)
         nn.init.normal_(self.router.weight)
         self.rotate = served(as_module(modeling("llama").apply_rotary_pos_emb), layers.rotary_pos_emb)
@@ -284,8 +282,7 @@ def test_layers_are_traced_into_one_graph_although_none_has_been_probed():
 
 def test_changes_after_the_first_call():
     torch.manual_seed(0)
-    config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act="silu")
-    mlp, x, seen = modeling("llama").LlamaMLP(config), torch.randn(3, 16), []
+    mlp, x, seen = llama_mlp(), torch.randn(3, 16), []
     ours = served(mlp, layers.SwiGLUMLP)
     with path_taken("cpu"):
         torch.testing.assert_close(ours(x), mlp(x))
@@ -298,8 +295,7 @@ def test_changes_after_the_first_call():
 
 def test_autocast_does_not_disturb_the_probes():
     norm = served(modeling("llama").LlamaRMSNorm(16), layers.RMSNorm)
-    config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act="silu")
-    mlp = served(modeling("llama").LlamaMLP(config), layers.SwiGLUMLP)
+    mlp = served(llama_mlp(), layers.SwiGLUMLP)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mlp(norm(torch.randn(3, 16)))
     assert layers.norm_of(norm) is not None and layers.mlp_of(mlp) is not None

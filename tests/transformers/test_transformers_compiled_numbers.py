@@ -7,11 +7,10 @@ import functools
 
 import pytest
 import torch
-from deepseek_models import MODELS as DEEPSEEK
-from hybrid_models import GATED
-from language_models import SIZES, make, step, tokens
+from language_models import step, tokens
 from lora_layers import with_adapters
 from patched_models import assert_as_exact, own_names
+from tiny_models import tiny
 
 from liger_ops.transformers import apply_liger_kernel
 
@@ -19,14 +18,6 @@ pytestmark = pytest.mark.usefixtures("as_large_models", "fresh_dynamo")
 
 ONE = {"num_hidden_layers": 1}
 ATTENTION = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-SIZED = {**GATED, **DEEPSEEK}
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def layers_of(model):
@@ -56,39 +47,36 @@ def results(model, ids, names):
     return [loss], [gradients[name] for name in names]
 
 
-def tiny(name, **options):
-    sizes = {key: value for key, value in SIZED.get(name, {}).items() if SIZES.get(key) != value}
-    return functools.partial(make, name, **{**sizes, **options})
+def of(name, **options):
+    return functools.partial(tiny, name, **options)
 
 
 def adapted(alpha, name="llama", **options):
-    return lambda: with_adapters(tiny(name, **options)(), lora_alpha=alpha, target_modules="all-linear")
+    return lambda: with_adapters(tiny(name, **options), lora_alpha=alpha, target_modules="all-linear")
 
 
-@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+@pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["whole", "by layer"])
 def test_models_with_other_norms(by_layer, device):
     models = [
-        tiny("gemma", **ONE), tiny("llama", rms_norm_eps=1e-2, **ONE), tiny("gemma", rms_norm_eps=0.1, **ONE),
-        tiny("qwen3_next", **ATTENTION),
+        of("gemma", **ONE), of("llama", rms_norm_eps=1e-2, **ONE), of("gemma", rms_norm_eps=0.1, **ONE),
+        of("qwen3_next", **ATTENTION),
     ]  # fmt: skip
     check_compiled(models, device, by_layer)
 
 
 OF_CLASSES = {
-    "norms of heads": [tiny("qwen3", **ONE), tiny("gemma3_text", **ONE)],
-    "gated norms": [tiny("qwen3_next"), tiny("bamba", rms_norm_eps=0.1)],
-    "softcaps": [tiny("gemma2", final_logit_softcapping=cap, **ONE) for cap in (30.0, 3.0)],
+    "norms of heads": [of("qwen3", **ONE), of("gemma3_text", **ONE)],
+    "gated norms": [of("qwen3_next"), of("bamba", rms_norm_eps=0.1)],
+    "softcaps": [of("gemma2", final_logit_softcapping=cap, **ONE) for cap in (30.0, 3.0)],
     "multipliers": [
-        tiny("granite", logits_scaling=scale, embedding_multiplier=scale, residual_multiplier=1 / scale, **ONE)
+        of("granite", logits_scaling=scale, embedding_multiplier=scale, residual_multiplier=1 / scale, **ONE)
         for scale in (4.0, 2.0)
     ],
     "limits, connections and routers": [
-        tiny("deepseek_v4", swiglu_limit=limit, routed_scaling_factor=50 * limit, rms_norm_eps=limit, hc_eps=limit / 9)
+        of("deepseek_v4", swiglu_limit=limit, routed_scaling_factor=50 * limit, rms_norm_eps=limit, hc_eps=limit / 9)
         for limit in (0.01, 0.02)
     ],
-    "limits of experts": [
-        tiny("gpt_oss", num_local_experts=2, num_experts_per_tok=2, swiglu_limit=limit, **ONE) for limit in (0.2, 7.0)
-    ],
+    "limits of experts": [of("gpt_oss", num_local_experts=2, swiglu_limit=limit, **ONE) for limit in (0.2, 7.0)],
     "adapters": [adapted(alpha, **ONE) for alpha in (6, 9)],
     "adapters of limited gates": [
         adapted(alpha, "hy_v4", swiglu_limit=alpha / 100, mlp_layer_types=["dense"], **ONE) for alpha in (6, 9)

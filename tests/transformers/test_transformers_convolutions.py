@@ -1,72 +1,26 @@
 """Models whose short convolutions run in causal_conv1d."""
 
-import copy
 import importlib
-from functools import partial
 
 import pytest
 import torch
 from checks import assert_no_worse, path_taken
-from hybrid_models import ALONE, GATED, WITH_CONVOLUTIONS, hybrid
-from language_models import known, step, tokens
-from patched_models import assert_as_exact, assert_same_step, assert_trains_and_generates, calls_of, through_pickle
+from language_models import tokens
+from patched_models import assert_as_exact
+from tiny_models import tiny
 from torch import nn
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, convolutions
-
-calls = partial(calls_of, "causal_conv1d")
-# Those whose queries, keys and values are split behind the convolution.
-DELTA_NETS = (
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "olmo_hybrid",
-    "lara_mini",
-    "kimi_linear",
-    "bailing_hybrid",
-)
-REPLACEMENT = dict.fromkeys((*DELTA_NETS, "qwen4_exp_text"), "causal_conv1d_split")
-REPLACEMENT |= dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short_conv")
-QUICK = ("qwen3_next", "kimi_linear", "mamba2", "lfm2")
-IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(WITH_CONVOLUTIONS)]
 
 
 def convolutions_in(report):
     return [row for row in report.rows if row.kind == "conv"]
 
 
-@pytest.mark.parametrize("name", IN_TIERS)
-def test_training_and_generation(name):
-    model, ids = hybrid(name), tokens()
-
-    def check(report):
-        rows = convolutions_in(report)
-        assert rows and {(row.replacement, row.reason) for row in rows} == {
-            (REPLACEMENT.get(name, "causal_conv1d"), "")
-        }
-        with path_taken("cpu"):
-            assert calls(model, ids) == len(rows)
-        assert calls(model.eval(), ids) == len(rows)
-        model.train()
-        return len(rows)
-
-    assert_trains_and_generates(model, ids, check, **ALONE)
-    assert not calls(model, ids)
-
-
-@pytest.mark.parametrize("name", [case for case in IN_TIERS if case.values[0] not in GATED])
-def test_with_everything_else_patched(name):
-    model, ids = hybrid(name), tokens()
-    plain = step(model, ids)
-    report = apply_liger_kernel(model)
-    assert calls(model, ids) == len(convolutions_in(report))
-    assert_same_step(model, ids, plain)
-
-
 def test_generation_continues_from_a_cache():
     """Several tokens after cached ones, which the model joins with the cached rows before the convolution."""
-    model, ids = hybrid("qwen3_next").eval(), tokens()
+    model, ids = tiny("qwen3_next").eval(), tokens()
 
     @torch.no_grad()
     def continued():
@@ -74,33 +28,8 @@ def test_generation_continues_from_a_cache():
         return [[model(ids[:, 7:], cache=first.cache).logits]]
 
     expected = continued()
-    apply_liger_kernel(model, **ALONE)
+    apply_liger_kernel(model)
     assert_as_exact(continued, expected, model)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_copies_and_pickles(reentrant):
-    model, ids = hybrid("qwen3_next"), tokens()
-    plain = step(model, ids)
-    report = apply_liger_kernel(model, **ALONE)
-    for other in (copy.deepcopy(model), through_pickle(model)):
-        assert calls(other, ids) == len(convolutions_in(report))
-        other.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        assert_same_step(other, ids, plain)
-
-
-def test_compiled():
-    model, ids = hybrid("lfm2"), tokens()
-    plain = step(model, ids)
-    apply_liger_kernel(model, **ALONE)
-    assert_same_step(torch.compile(model, backend="aot_eager", fullgraph=True), ids, plain)
-
-
-def test_the_switch():
-    model, ids = hybrid("lfm2"), tokens()
-    report = apply_liger_kernel(model, causal_conv1d=False)
-    assert {row.reason for row in convolutions_in(report)} == {"causal_conv1d is switched off"}
-    assert not calls(model, ids)
 
 
 # ---- The function

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hybrid_models import WITH_CONVOLUTIONS, hybrid
 from language_models import ARCHITECTURES, known, make
 from patched_models import FUSED
+from tiny_models import TINY, tiny
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -22,8 +22,7 @@ def t5():
 
 
 def nemotron():
-    options = {**WITH_CONVOLUTIONS["nemotron_h"], **EXPERTS, "layers_block_type": ["moe", "attention"]}
-    return make("nemotron_h", **options)
+    return tiny("nemotron_h", **EXPERTS, layers_block_type=["moe", "attention"])
 
 
 MODELS = {
@@ -34,7 +33,7 @@ MODELS = {
     "NemotronHAttention": (nemotron, "attention"),
     "MixtralTopKRouter": (lambda: make("mixtral"), "router"),
     "Qwen3MoeTopKRouter": (lambda: make("qwen3_moe"), "router"),
-    "GptOssTopKRouter": (lambda: make("gpt_oss", num_local_experts=4, num_experts_per_tok=2), "router"),
+    "GptOssTopKRouter": (lambda: tiny("gpt_oss"), "router"),
     "Conv1D": (lambda: make("gpt2"), "other"),
 }
 
@@ -50,7 +49,7 @@ def test_modules_without_an_operator_have_a_row(name):
     assert report.rows[-1].kind == "loss" and apply_liger_kernel(model).rows == report.rows
 
 
-NAMES = known([*ARCHITECTURES, *WITH_CONVOLUTIONS])
+NAMES = known([*ARCHITECTURES, *TINY])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ NAMES = known([*ARCHITECTURES, *WITH_CONVOLUTIONS])
 )
 def test_every_parameter_is_in_a_row(name):
     """Of its module, or of one around it, but for those around everything."""
-    model = hybrid(name) if name in WITH_CONVOLUTIONS else make(name)
+    model = tiny(name)
     report = apply_liger_kernel(model)
     rows = {row.module for row in report.rows if row.kind not in ("loss", "packing", "layer")} | {"lm_head"}
     for path, module in model.named_modules():

@@ -1,14 +1,11 @@
-"""Norms with a gate: what each class of transformers is recognised as, and models that train and generate with them."""
+"""Norms with a gate, and norms of groups: what each class of transformers is recognised as."""
 
-import copy
 import importlib.util
 
 import pytest
 import torch
-from checks import assert_no_worse, gradients, path_taken
-from hybrid_models import GATED, hybrid
-from language_models import known, step, tokens
-from patched_models import assert_same_step, assert_trains_and_generates, through_pickle
+from checks import assert_no_worse, path_taken
+from language_models import known
 from torch import nn
 
 from liger_ops import functional as F
@@ -154,30 +151,6 @@ def test_what_is_left_alone():
     assert "rms_norm is switched off" in str(apply_liger_kernel(off, rms_norm=False))
 
 
-def test_gradients_pickles_and_copies():
-    model = Holder(made("mamba2", "MambaRMSNormGated", (8,)))
-    inputs = [rows(torch.float32, 0).requires_grad_(), rows(torch.float32, 1).requires_grad_(), model.norm.weight]
-    plain = gradients(lambda x, gate, _: model.norm(x, gate), inputs, [rows(torch.float32, 2)])
-    apply_liger_kernel(model)
-    for patched in (model, copy.deepcopy(model), through_pickle(model)):
-        assert type(patched.norm).liger_row == ("norm", "rms_norm_gated")
-        with path_taken("cpu"):
-            ours = gradients(
-                lambda x, gate, _: patched.norm(x, gate),
-                [*inputs[:2], patched.norm.weight],
-                [rows(torch.float32, 2)],
-            )
-        torch.testing.assert_close(ours, plain)
-
-
-def test_compiled_in_one_graph():
-    model = Holder(made("qwen3_next", "Qwen3NextRMSNormGated", ()))
-    apply_liger_kernel(model)
-    x, gate = rows(torch.float32, 0), rows(torch.float32, 1)
-    compiled = torch.compile(model.norm, fullgraph=True, backend="aot_eager", dynamic=True)
-    assert torch.equal(compiled(x, gate), model.norm(x, gate))
-
-
 # ---- Groups without a gate
 
 
@@ -234,38 +207,3 @@ def test_which_norms_have_groups():
     assert torch.equal(compiled(x), model["groups"](x))
     off = nn.ModuleDict(dict(groups=grouped(), plain=nn.LayerNorm(N)))
     assert "rms_norm is switched off" in str(apply_liger_kernel(off, rms_norm=False))
-
-
-# ---- Models
-
-QUICK = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
-IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(GATED)]
-# The gated norms alone differ.
-ALONE = {name: False for name in ("rope", "swiglu", "geglu", "moe_experts", "embedding", "layer_norm")}
-ALONE |= {name: False for name in ("causal_conv1d", "cross_entropy", "fused_linear_cross_entropy", "lora")}
-
-
-@pytest.mark.parametrize("name", IN_TIERS)
-def test_training_and_generation(name):
-    model, ids = hybrid(name), tokens()
-
-    def check(report):
-        gated = [row for row in report.rows if row.kind == "norm" and "Gated" in row.type]
-        # One for each connection, and one of the last.
-        groups = [row for row in report.rows if row.module.endswith(".hc_norm")]
-        assert len(groups) == 5 * (name == "qwen4_exp_text")
-        gated += groups
-        assert all(row.replacement == "rms_norm_gated" for row in gated)
-        with path_taken("cpu"):
-            model(ids)
-        return len(gated)
-
-    assert_trains_and_generates(model, ids, check, **ALONE)
-
-
-@pytest.mark.parametrize("name", IN_TIERS)
-def test_with_everything_else_patched(name):
-    model, ids = hybrid(name), tokens()
-    plain = step(model, ids)
-    apply_liger_kernel(model)
-    assert_same_step(model, ids, plain)

@@ -1,24 +1,16 @@
 """Heads of latent attention: keys are joined and split without copies of whole gradients, queries rotate as a whole."""
 
-import ast
-import copy
-
 import pytest
 import torch
-from checks import path_taken
-from deepseek_models import MODELS, model_of
 from language_models import known, step, tokens
-from patched_models import assert_same_step, assert_trains_and_generates, calls_of, through_pickle
-from rewriting import after
+from patched_models import assert_same_step
+from tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_ops.transformers import apply_liger_kernel, latent_heads, rewrite, unpatch
+from liger_ops.transformers import apply_liger_kernel, latent_heads, rewrite
 from liger_ops.transformers.options import SWITCHES
 
 ONLY = {name: name == "rope" for name in SWITCHES}
-LATENT = known(["deepseek_v3", "deepseek_v32", "hy_v4"])
-# Whose queries rotate from pairs to halves.
-WHOLE = known(["deepseek_v3", "deepseek_v32"])
 
 
 def helpers_of(function):
@@ -38,38 +30,21 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_training_and_generation(name):
-    model, ids = model_of(name), tokens()
-
-    def check(report):
-        attention = model.model.layers[0].self_attn
-        assert helpers_of(attention.expand_kv) == {latent_heads.JOIN, latent_heads.SPLIT}
-        assert (latent_heads.ROTATE_LAST in helpers_of(attention.forward)) == (name in WHOLE)
-        with path_taken("cpu"):
-            assert calls_of("rope", model, ids)
-        return sum(row.replacement == "rope" for row in report.rows)
-
-    assert_trains_and_generates(model, ids, check, **ONLY)
+@pytest.mark.parametrize("name", known(["deepseek_v3", "deepseek_v32", "hy_v4"]))
+def test_which_statements_are_rewritten(name):
+    model = tiny(name)
+    apply_liger_kernel(model, **ONLY)
+    attention = model.model.layers[0].self_attn
+    assert helpers_of(attention.expand_kv) == {latent_heads.JOIN, latent_heads.SPLIT}
+    # Queries that rotate from pairs to halves rotate as a whole.
+    assert (latent_heads.ROTATE_LAST in helpers_of(attention.forward)) == (name != "hy_v4")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", WHOLE)
-def test_beside_other_operators(name, reentrant):
-    model, ids = model_of(name), tokens()
-    plain = step(model, ids)
-    apply_liger_kernel(model)
-    for other in (model, copy.deepcopy(model), through_pickle(model)):
-        other.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        assert_same_step(other, ids, plain)
-    assert unpatch(model)
-
-
-@pytest.mark.skipif("deepseek_v3" not in MODELS, reason="this release of transformers has no DeepSeek-V3")
+@pytest.mark.skipif(not known(["deepseek_v3"]), reason="this release of transformers has no DeepSeek-V3")
 @pytest.mark.parametrize("interleave", [True, False])
 def test_queries_are_not_joined_again(interleave):
     """Nor gradients copied as a whole."""
-    model, ids = model_of("deepseek_v3", rope_interleave=interleave), tokens()
+    model, ids = tiny("deepseek_v3", rope_interleave=interleave), tokens()
     plain = step(model, ids)
 
     def seen():
@@ -87,16 +62,6 @@ def test_queries_are_not_joined_again(interleave):
     # Rotation: two in forward; queries: one in forward and in the backward of split, keys: one in backward.
     fewer = before["cat"] - counts.get("cat", 0)
     assert fewer >= (5 if interleave else 3) * layers
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_compiled(name):
-    model, ids = model_of(name), tokens()
-    plain = step(model, ids)
-    apply_liger_kernel(model, **ONLY)
-    for layer in model.model.layers:
-        layer.self_attn.compile(backend="aot_eager", fullgraph=True)
-    assert_same_step(model, ids, plain)
 
 
 # ---- The functions
@@ -189,64 +154,3 @@ def test_other_shapes_run_the_original_statements(kind):
     assert type(found[0]) is type(expected[0])
     assert found == expected if isinstance(found[0], str) else torch.equal(found[0], expected[0])
     assert "Join" not in str(getattr(found[0], "grad_fn", ""))
-
-
-# ---- The statements
-
-KEYS = "y = x.new_empty(*x.shape[:-1], self.m + self.r)\ny[..., :self.m].copy_(a)\ny[..., self.m:].copy_(b)"
-OTHER_KEYS = [
-    KEYS.replace("self.m:]", "self.n:]"),
-    KEYS.replace(":self.m]", "1:self.m]"),
-    KEYS.replace("...", ":"),
-    KEYS.replace("y[..., self.m:]", "z[..., self.m:]"),
-    KEYS.replace("(a)", "(a, True)"),
-    KEYS.replace("copy_(b)", "add_(b)"),
-    KEYS.replace("self.m", "self.m()"),
-    KEYS.replace("self.r)", "self.r, dtype=a.dtype)"),
-]
-QUERIES = """a, b = torch.split(q, [self.m, self.r], dim=-1)
-b, k = rotate(b, k, cos, sin)
-if cache is not None:
-    k = cache(k)
-y = torch.cat((a, b), dim=-1)"""
-BRANCHES = QUERIES.replace(
-    "b, k = rotate(b, k, cos, sin)",
-    "if self.pairs:\n    b, k = rotate(b, k, cos, sin)\nelse:\n    b, k = other(b, k, cos, sin)",
-)
-OTHER_QUERIES = [
-    QUERIES.replace("k = cache", "b = cache"),
-    QUERIES.replace("k = cache", "a = cache"),
-    QUERIES.replace("k = cache(k)", "q.mul_(2)"),
-    QUERIES.replace("(a, b), dim", "(b, a), dim"),
-    QUERIES.replace("(a, b), dim=-1", "(a, b), dim=1"),
-    QUERIES.replace("sin)", "sin, 1)"),
-    QUERIES.replace("b, k = rotate(b, k,", "b, k = rotate(k, b,"),
-    QUERIES.replace("b, k = rotate(b,", "k, b = rotate(b,"),
-    QUERIES.replace("rotate(", "other("),
-    QUERIES.replace("    k = cache(k)", "    b, k = rotate(b, k, cos, sin)"),
-    BRANCHES.replace("sin)\nelse", "sin)\n    b = 2 * b\nelse"),
-]
-
-
-def test_keys_are_rewritten():
-    expected = "y = liger_join(x, (*x.shape[:-1], self.m + self.r), self.m, a, b)"
-    assert after(latent_heads.fuse_joins, KEYS, frozenset()) == expected
-
-
-@pytest.mark.parametrize("body", OTHER_KEYS)
-def test_other_keys_stay(body):
-    assert after(latent_heads.fuse_joins, body, frozenset()) is None
-
-
-@pytest.mark.parametrize("body", [QUERIES, BRANCHES])
-def test_queries_are_rewritten(body):
-    cat, rotation = "torch.cat((a, b), dim=-1)", "b, k = rotate(b, k, cos, sin)"
-    expected = "liger_whole_b = None\n" + body.replace(cat, f"{cat} if liger_whole_b is None else liger_whole_b")
-    expected = expected.replace(rotation, "b, k, liger_whole_b = liger_rotate_last(rotate, q, b, k, cos, sin)")
-    found = after(latent_heads.fuse_queries, body, frozenset({"rotate"}))
-    assert found == ast.unparse(ast.parse(expected))
-
-
-@pytest.mark.parametrize("body", OTHER_QUERIES)
-def test_other_queries_stay(body):
-    assert after(latent_heads.fuse_queries, body, frozenset({"rotate"})) is None

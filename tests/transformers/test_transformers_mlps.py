@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from hybrid_models import WITH_CONVOLUTIONS
-from language_models import SIZES, make, nodes, step, tokens
+from language_models import make, nodes, step, tokens
 from patched_models import assert_same_step
+from tiny_models import tiny
 from torch import nn
 from transformers import GraniteMoeSharedConfig, LlamaConfig, Phi3Config
 
@@ -94,11 +94,8 @@ def test_reasons_tell_what_was_raised(module):
 # ---- Multipliers
 
 
-FALCON = {**WITH_CONVOLUTIONS["falcon_h1"], "mlp_multipliers": [0.55, 0.3]}
-
-
-def falcon(dtype=torch.float32, **options):
-    return make("falcon_h1", dtype=dtype, **{k: v for k, v in (FALCON | options).items() if SIZES.get(k) != v})
+def falcon(**options):
+    return tiny("falcon_h1", **{"mlp_multipliers": [0.55, 0.3], **options})
 
 
 def mlps_of(model):
@@ -122,7 +119,7 @@ def test_multipliers_are_read_at_each_call(multipliers):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_multipliers_round_as_in_the_model(dtype):
-    (mlp, *_), x = mlps_of(falcon(dtype)), torch.randn(7, 32).to(dtype)
+    (mlp, *_), x = mlps_of(falcon(dtype=dtype)), torch.randn(7, 32).to(dtype)
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     expected = F.swiglu_linear(gate(x) * mlp.gate_multiplier, up(x), down.weight, None) * mlp.down_multiplier
     modules.patch_mlp(mlp, probe.identify_mlp(mlp))

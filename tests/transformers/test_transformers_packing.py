@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from hybrid_models import ALONE, WITH_CONVOLUTIONS, hybrid
 from language_models import known, step, tokens
 from patched_models import assert_as_exact, assert_same_step, through_pickle
+from tiny_models import WITH_CONVOLUTIONS, tiny
 
 from liger_ops import functional as F
-from liger_ops.transformers import apply_liger_kernel, convolutions, packing, recurrences, unpatch
+from liger_ops.transformers import SWITCHES, apply_liger_kernel, convolutions, packing, recurrences, unpatch
 
 LENGTHS = (5, 1, 6)
 # The models whose layers pass no keywords to their convolutions, or whose forward takes no positions.
@@ -27,6 +27,11 @@ QUICK = ("qwen3_next", "kimi_linear", "bamba", "lfm2")
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(PACKING)]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 ENDS = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+
+
+def patched(model):
+    """Only its convolutions."""
+    return apply_liger_kernel(model, **{name: name == "causal_conv1d" for name in SWITCHES})
 
 
 def pairwise(ends):
@@ -58,8 +63,8 @@ def first_convolution(model, monkeypatch, **arguments):
 
 @pytest.mark.parametrize("name", IN_TIERS)
 def test_convolutions_do_not_see_neighbours(name, monkeypatch):
-    model, ids = hybrid(name), tokens(1, 12)
-    report = apply_liger_kernel(model, **ALONE)
+    model, ids = tiny(name), tokens(1, 12)
+    report = patched(model)
     assert packing_row(report).replacement == "causal_conv1d"
     embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
     ends = ENDS.tolist()
@@ -85,8 +90,8 @@ def test_convolutions_do_not_see_neighbours(name, monkeypatch):
 
 @pytest.mark.parametrize("name", known(["falcon_h1", "zamba2"]))
 def test_samples_are_derived_once(name, monkeypatch):
-    model, ids, seen, operator = hybrid(name), tokens(1, 12), [], F.causal_conv1d
-    apply_liger_kernel(model, **ALONE)
+    model, ids, seen, operator = tiny(name), tokens(1, 12), [], F.causal_conv1d
+    patched(model)
     monkeypatch.setattr(F, "causal_conv1d", lambda *a, **k: (seen.append(k["seq_idx"]), operator(*a, **k))[1])
     model(ids, position_ids=POSITIONS, use_cache=False)
     assert len(seen) == 2 and seen[0] is seen[1] is not None
@@ -94,7 +99,7 @@ def test_samples_are_derived_once(name, monkeypatch):
 
 @pytest.mark.parametrize("name", known(NOT))
 def test_models_that_do_not_pass_positions_on(name):
-    row = packing_row(apply_liger_kernel(hybrid(name)))
+    row = packing_row(apply_liger_kernel(tiny(name)))
     assert (row.replacement, row.reason) == ("", NOT[name])
 
 
@@ -122,11 +127,11 @@ def assert_apart(model, ids, expected, **arguments):
 @pytest.mark.parametrize("name", known(["lfm2", "lfm2_moe", "lfm3"]))
 def test_a_model_without_a_recurrence(name, arguments):
     """The whole model: transformers' attention takes positions too."""
-    model, ids = hybrid(name), tokens(1, 12)
+    model, ids = tiny(name), tokens(1, 12)
     expected = alone(model, ids)
     with pytest.raises(AssertionError):
         assert_apart(model, ids, expected, position_ids=POSITIONS)
-    row = packing_row(apply_liger_kernel(model, **ALONE))
+    row = packing_row(patched(model))
     assert (row.replacement, row.reason) == ("causal_conv1d", "")
     assert_apart(model, ids, expected, **arguments)
     assert_apart(through_pickle(model), ids, expected, **arguments)
@@ -135,25 +140,27 @@ def test_a_model_without_a_recurrence(name, arguments):
         assert_apart(model, ids, expected, position_ids=POSITIONS)
 
 
-def test_rows_of_a_batch_have_their_own_samples():
-    model, ids = hybrid("lfm2"), tokens(2, 12)
+@pytest.mark.parametrize("name", known(["lfm2", "bamba"]))
+def test_rows_of_a_batch_have_their_own_samples(name):
+    """Also in a recurrence without its package."""
+    model, ids = tiny(name), tokens(2, 12)
     positions = torch.stack([POSITIONS[0], torch.arange(12)])
     apply_liger_kernel(model)
 
     @torch.no_grad()
-    def packed():
-        found = model(ids, position_ids=positions, use_cache=False).logits
-        return [[found[:1, :5], found[:1, 6:], found[1:]]]
+    def logits(part, **given):
+        return model(part, use_cache=False, **given).logits
 
-    with torch.no_grad():
-        parts = ids[:1, :5], ids[:1, 6:], ids[1:]
-        expected = [[model(part, use_cache=False).logits for part in parts]]
-    assert_as_exact(packed, expected, model)
+    def packed():
+        found = logits(ids, position_ids=positions)
+        return [[*found[:1].split(LENGTHS, 1), found[1:]]]
+
+    assert_as_exact(packed, [[logits(part) for part in (*ids[:1].split(LENGTHS, 1), ids[1:])]], model)
 
 
 def test_compiled_and_checkpointed():
-    model, ids = hybrid("lfm2"), tokens(1, 12)
-    apply_liger_kernel(model, **ALONE)
+    model, ids = tiny("lfm2"), tokens(1, 12)
+    patched(model)
     plain = step(model, ids, position_ids=POSITIONS, use_cache=False)
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -165,7 +172,7 @@ def test_compiled_and_checkpointed():
 
 @pytest.mark.parametrize("name", known(["qwen3_next", "lfm2"]))
 def test_a_base_model(name):
-    model = hybrid(name).model
+    model = tiny(name).model
     report = apply_liger_kernel(model)
     assert packing_row(report).module == "" and report.rows[-1].reason == "its forward takes no labels"
     assert apply_liger_kernel(model).rows == report.rows
@@ -175,8 +182,8 @@ def test_a_base_model(name):
 @pytest.mark.parametrize("name", known(["lfm2", "zamba"]))
 def test_rows_that_precede_the_samples(name):
     """A cache pads a prompt that is shorter than its rows."""
-    model, ids = hybrid(name).eval(), tokens(1, 2)
-    apply_liger_kernel(model, **ALONE)
+    model, ids = tiny(name).eval(), tokens(1, 2)
+    patched(model)
     found = model(ids, position_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True).logits
     assert torch.isfinite(found).all()
     x = torch.randn(1, 3, 5)
@@ -257,9 +264,9 @@ def test_recurrences_get_cu_seqlens(name, source, package):
         return torch.cat([fallback(q, k, v, g=g, beta=b, **options)[0] for q, k, v, g, b in parts], 1), None
 
     fallback = package(name, source, delta_rule, "stand_in_fla")
-    model, ids = hybrid(name), tokens(1, 12)
+    model, ids = tiny(name), tokens(1, 12)
     expected = alone(model, ids)
-    row = packing_row(apply_liger_kernel(model, **ALONE))
+    row = packing_row(patched(model))
     seen.clear()
     assert_apart(model, ids, expected, position_ids=POSITIONS)
     assert seen and all(ends.tolist() == ENDS.tolist() for ends in seen)
@@ -274,9 +281,9 @@ def test_scans_get_seq_idx(package):
         return torch.cat([fallback(x, t, A, b, c, chunk_size, D=D, **options) for x, t, b, c in parts], 1)
 
     fallback = package("bamba", "mamba2_chunk_scan", chunk_scan, "stand_in_mamba_ssm")
-    model, ids = hybrid("bamba"), tokens(1, 12)
+    model, ids = tiny("bamba"), tokens(1, 12)
     expected = alone(model, ids)
-    apply_liger_kernel(model, **ALONE)
+    patched(model)
     assert_apart(model, ids, expected, position_ids=POSITIONS)
 
 
@@ -285,10 +292,10 @@ def test_the_package_of_convolutions_is_not_called(package):
         raise AssertionError("called")
 
     package("lfm2", "causal_conv1d_fn", causal_conv1d_fn, "stand_in_causal_conv1d")
-    model, ids = hybrid("lfm2"), tokens()
+    model, ids = tiny("lfm2"), tokens()
     with pytest.raises(AssertionError, match="called"):
         model(ids)
-    apply_liger_kernel(model, **ALONE)
+    patched(model)
     assert torch.isfinite(model(ids, position_ids=POSITIONS).logits).all()
 
 
@@ -297,7 +304,7 @@ def test_the_report_says_what_a_package_computes_in_training(package):
         return zxbcdt
 
     package("bamba", "mamba2_split_conv1d_scan_combined", split_conv1d_scan, "stand_in_mamba_ssm")
-    report = apply_liger_kernel(hybrid("bamba"))
+    report = apply_liger_kernel(tiny("bamba"))
     (row,) = (row for row in report.rows if row.kind == "conv")
     assert row.replacement == "causal_conv1d"
     expected = "in training, stand_in_mamba_ssm's mamba2_split_conv1d_scan_combined computes conv1d, rmsnorm, outproj"
@@ -306,9 +313,9 @@ def test_the_report_says_what_a_package_computes_in_training(package):
 
 def test_samples_that_are_asked_for_are_told_apart_or_refused():
     """transformers raises if the recurrence cannot keep them apart."""
-    model, ids = hybrid("qwen3_next"), tokens(1, 12)
+    model, ids = tiny("qwen3_next"), tokens(1, 12)
     expected = alone(model, ids)
-    apply_liger_kernel(model, **ALONE)
+    patched(model)
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
         model(ids, use_cache=False, seq_idx=POSITIONS.int())
     assert_apart(model, ids, expected, position_ids=POSITIONS, cu_seq_lens_q=ENDS)
@@ -340,41 +347,27 @@ FALLBACKS = known(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (i > 2)) for i, name in enumerate(FALLBACKS)]
 )
 def test_fallbacks_begin_each_sample_anew(name, fresh):
-    model, ids = hybrid(name), tokens(1, 12)
+    model, ids = tiny(name), tokens(1, 12)
     expected = alone(model, ids)
-    row = packing_row(apply_liger_kernel(model, **ALONE))
+    row = packing_row(patched(model))
     text = "under torch.compile, packed samples share the state of their recurrence without "
     assert row.replacement == "causal_conv1d" and row.reason.startswith(text)
     assert not warned_by(lambda: assert_apart(model, ids, expected, position_ids=POSITIONS))
 
 
-def test_fallbacks_of_rows_of_a_batch():
-    model, ids = hybrid("bamba"), tokens(2, 12)
-    positions = torch.stack([POSITIONS[0], torch.arange(12)])
-    apply_liger_kernel(model, **ALONE)
-
-    def run():
-        with torch.no_grad():
-            return [[model(ids, position_ids=positions, use_cache=False).logits]]
-
-    with torch.no_grad():
-        parts = [model(part, use_cache=False).logits for part in (*ids[:1].split(LENGTHS, 1), ids[1:])]
-    assert_as_exact(run, [[torch.cat([torch.cat(parts[:-1], 1), parts[-1]])]], model)
-
-
 def test_fallbacks_run_once_without_packed_samples(monkeypatch):
     calls, function = [], recurrences.sample_by_sample
     monkeypatch.setattr(recurrences, "sample_by_sample", lambda *a: (calls.append(1), function(*a))[1])
-    model, ids = hybrid("qwen3_next"), tokens(2, 12)
-    apply_liger_kernel(model, **ALONE)
+    model, ids = tiny("qwen3_next"), tokens(2, 12)
+    patched(model)
     for given, times in ((torch.arange(12)[None], 0), (POSITIONS, 1)):
         model(ids, position_ids=given, use_cache=False)
         assert len(calls) == times
 
 
 def test_a_recurrence_that_is_not_told_warns_once(fresh):
-    model, ids = hybrid("zamba"), tokens(1, 12)
-    row = packing_row(apply_liger_kernel(model, **ALONE))
+    model, ids = tiny("zamba"), tokens(1, 12)
+    row = packing_row(patched(model))
     assert row.reason == "packed samples share the state of their recurrence without mamba_ssm"
     assert not warned_by(lambda: model(ids, position_ids=torch.arange(12)[None], use_cache=False))
     (text,) = warned_by(lambda: [model(ids, position_ids=POSITIONS, use_cache=False) for _ in range(2)])
@@ -385,8 +378,8 @@ def test_a_recurrence_that_is_not_told_warns_once(fresh):
 
 def test_fallbacks_with_a_cache_warn_once(fresh):
     """Which wants the state behind the last sample."""
-    model, ids = hybrid("qwen3_next").eval(), tokens(1, 12)
-    apply_liger_kernel(model, **ALONE)
+    model, ids = tiny("qwen3_next").eval(), tokens(1, 12)
+    patched(model)
     (text,) = warned_by(lambda: [model(ids, position_ids=POSITIONS, use_cache=True) for _ in range(2)])
     assert text.startswith(
         "liger_ops: torch_chunk_gated_delta_rule carries the state of a packed sample into the next:"
@@ -396,8 +389,8 @@ def test_fallbacks_with_a_cache_warn_once(fresh):
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_compiled_fallbacks_warn_once(whole, fresh):
     """One graph, as without packed samples."""
-    model, ids = hybrid("qwen3_next"), tokens(1, 12)
-    apply_liger_kernel(model, **ALONE)
+    model, ids = tiny("qwen3_next"), tokens(1, 12)
+    patched(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True) if whole else model
     for layer in () if whole else model.model.layers:

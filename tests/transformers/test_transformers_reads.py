@@ -4,26 +4,19 @@ import copy
 
 import pytest
 import torch
-from deepseek_models import MODELS as DEEPSEEK
-from hybrid_models import GATED
-from language_models import SIZES, make, step, tokens
+from language_models import make, step, tokens
 from patched_models import assert_same_step, calls_of
+from tiny_models import tiny
 from torch import nn
 
 from benchmarks import changed_numbers
 from liger_ops.transformers import apply_liger_kernel, reads
 
-EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
-SIZED = {**GATED, **DEEPSEEK}
-
-
-def tiny(name):
-    options = {**EXPERTS, **SIZED.get(name, {})}
-    return make(name, **{key: value for key, value in options.items() if SIZES.get(key) != value})
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 
 
 def both(name):
-    plain = tiny(name)
+    plain = tiny(name, **(EXPERTS if name in ("mixtral", "gpt_oss") else {}))
     ours = copy.deepcopy(plain)
     assert apply_liger_kernel(ours).replaced
     return plain, ours

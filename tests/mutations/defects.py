@@ -669,7 +669,7 @@ PATCHING = [
     Defect(
         "lora-ignores-dropout", "liger_ops/linear/peft.py",
         "if type(dropout) is nn.Dropout and dropout.training else 0.0", "if False else 0.0",
-        "transformers/test_transformers_lora_dropout.py",
+        "transformers/test_transformers_lora.py",
     ),
     Defect(
         "lora-drops-the-gradient-of-a-called-base", "liger_ops/linear/adapters.py",
@@ -713,11 +713,11 @@ PATCHING = [
     Defect(
         "adapted-heads-ignore-dropout", "liger_ops/transformers/heads.py",
         "low_rank_input(x, a, scale, dropout)", "low_rank_input(x, a, scale)",
-        "transformers/test_transformers_lora_heads.py",
+        "transformers/test_transformers_lora.py",
     ),
     Defect(
         "deep-copies-lose-a-wrapper", "liger_ops/transformers/patched.py",
-        "    if wanted is not module:\n", "    if False:\n", "transformers/test_transformers_lora_reasons.py",
+        "    if wanted is not module:\n", "    if False:\n", "transformers/test_transformers_lora.py",
     ),
 ]  # fmt: skip
 

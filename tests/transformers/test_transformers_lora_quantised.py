@@ -5,14 +5,14 @@ from contextlib import nullcontext
 import bitsandbytes
 import pytest
 import torch
-from checks import count_graphs
 from language_models import make, step, tokens
+from lora_bases import replace_linears
 from lora_layers import CALLS, LAYERS, assert_as_accurate, lora_rows, record_calls, results, taken, with_adapters
+from peft_models import four_bits, in_four_bits
 from torch import nn
 
 from liger_ops.linear import peft
 from liger_ops.linear.packed import Packed, dequantised
-from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -20,29 +20,6 @@ pytestmark = pytest.mark.usefixtures("as_large_models")
 @pytest.fixture
 def calls(monkeypatch):
     return record_calls(monkeypatch)
-
-
-def replace_linears(model, replaced):
-    """The head stays, as in models that are loaded in four bits."""
-    for parent in [*model.modules()]:
-        for name, child in [*parent.named_children()]:
-            if isinstance(child, nn.Linear) and name != "lm_head":
-                parent._modules[name] = replaced(child)
-    return model
-
-
-def quantised(model, compute_dtype=torch.bfloat16, quant_type="nf4", nested=True):
-    def in_four_bits(linear):
-        made = bitsandbytes.nn.Linear4bit(
-            linear.in_features, linear.out_features, linear.bias is not None, compute_dtype, nested, quant_type
-        )
-        made.load_state_dict(linear.state_dict())
-        # In evaluation some CPUs would change the weight to a layout that cannot be trained.
-        made.support_avx512bf16_for_cpu = False
-        return made.to("cpu")
-
-    model.is_loaded_in_4bit = True
-    return replace_linears(model, in_four_bits)
 
 
 def with_whole_weights(model):
@@ -54,16 +31,6 @@ def with_whole_weights(model):
 
     model.is_loaded_in_4bit = False
     return replace_linears(model, whole)
-
-
-def build(order, name="llama", dtype=torch.bfloat16, switches=None, **options):
-    model, report = quantised(make(name, dtype=dtype), **options), None
-    if order == "before":
-        report = apply_liger_kernel(model, **(switches or {}))
-    model = with_adapters(model)
-    if order == "after":
-        report = apply_liger_kernel(model, **(switches or {}))
-    return model, report
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -81,7 +48,7 @@ def build(order, name="llama", dtype=torch.bfloat16, switches=None, **options):
 def test_results_are_as_accurate_as_those_of_peft(name, dtype, autocasts, options, order, calls):
     ids, found = tokens(), []
     for patched in (order, ""):
-        model, _ = build(patched, name, dtype, **options)
+        model, _ = four_bits(patched, name, dtype, **options)
         calls.clear()
         with torch.autocast("cpu", torch.bfloat16) if autocasts else nullcontext():
             found.append(results(model, ids))
@@ -89,7 +56,7 @@ def test_results_are_as_accurate_as_those_of_peft(name, dtype, autocasts, option
         assert taken(calls) == (LAYERS * CALLS if patched else [])
     for key in found[1]:
         assert found[0][key].dtype == found[1][key].dtype
-    exact = with_adapters(with_whole_weights(quantised(make(name, dtype=dtype), **options)))
+    exact = with_adapters(with_whole_weights(in_four_bits(make(name, dtype=dtype), **options)))
     assert_as_accurate(*found, exact, ids, torch.bfloat16 if autocasts else dtype)
 
 
@@ -98,7 +65,7 @@ def layers_of(model):
 
 
 def test_calls_without_gradients_are_left_to_bitsandbytes(calls):
-    (plain, _), (model, report) = build(""), build("after")
+    (plain, _), (model, report) = four_bits(""), four_bits("after")
     assert lora_rows(report) == {("lora_linear", ""): 7 * LAYERS}
     for ours, theirs in zip(layers_of(model), layers_of(plain), strict=True):
         x = torch.randn(3, ours.in_features, dtype=torch.bfloat16)
@@ -108,7 +75,7 @@ def test_calls_without_gradients_are_left_to_bitsandbytes(calls):
 
 
 def test_no_whole_weight_is_saved(calls):
-    model, ids = build("after")[0], tokens()
+    model, ids = four_bits("after")[0], tokens()
     weights = {tuple(m.weight.quant_state.shape) for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)}
     saved = []
 
@@ -124,19 +91,8 @@ def test_no_whole_weight_is_saved(calls):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_gradient_checkpointing(order, calls):
-    model, ids = build(order)[0], tokens()
-    expected = step(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    loss, gradients = step(model, ids)
-    assert torch.equal(loss, expected[0])
-    assert all(torch.equal(gradients[name], expected[1][name]) for name in expected[1])
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
 def test_disabled_adapters(order, calls):
-    (plain, _), (model, _) = build(""), build(order)
+    (plain, _), (model, _) = four_bits(""), four_bits(order)
     with plain.disable_adapter(), model.disable_adapter():
         model(input_ids=tokens())
         for ours, theirs in zip(layers_of(model), layers_of(plain), strict=True):
@@ -146,7 +102,7 @@ def test_disabled_adapters(order, calls):
 
 
 def test_the_switch(calls):
-    model, report = build("after", switches={"lora": False})
+    model, report = four_bits("after", switches={"lora": False})
     assert {row.reason for row in report.rows if row.kind == "lora"} == {"lora is switched off"}
     step(model, tokens())
     assert not calls
@@ -178,24 +134,7 @@ def hooked(base):
     ],
 )
 def test_why_the_base_is_called(change, reason):
-    layer = build("")[0].base_model.model.model.layers[0].mlp.up_proj
+    layer = four_bits("")[0].base_model.model.model.layers[0].mlp.up_proj
     assert isinstance(peft.adapted(layer, torch.bfloat16).weight, Packed)
     change(layer.base_layer)
     assert peft.adapted(layer, torch.bfloat16).weight.reason == reason
-
-
-def test_compiled_models(calls):
-    torch._dynamo.reset()
-    # One layer: dynamo takes half a minute for each.
-    model, ids = with_adapters(quantised(make("llama", dtype=torch.bfloat16, num_hidden_layers=1))), tokens()
-    apply_liger_kernel(model)
-    expected = step(model, ids)
-    model.zero_grad()
-    backend, graphs = count_graphs()
-    loss = torch.compile(model, backend=backend)(input_ids=ids, labels=ids).loss
-    loss.backward()
-    assert graphs
-    torch.testing.assert_close(loss.detach(), expected[0])
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, expected[1][name])

@@ -1,17 +1,15 @@
 """LoRA layers of peft in patched models: why peft's own forward runs, and the report."""
 
-import copy
-
 import pytest
 import torch
 from language_models import step, tokens
-from lora_layers import CALLS, LAYERS, LoraLinear, build, lora_layers, lora_rows, record_calls, taken
-from patched_models import assert_same_step, logits_of, through_pickle
+from lora_layers import CALLS, LAYERS, LoraLinear, build, lora_rows, record_calls, taken
+from patched_models import assert_same_step
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from liger_ops.linear import peft, project
-from liger_ops.transformers import apply_liger_kernel, unpatch
+from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -174,26 +172,6 @@ def test_a_class_with_another_forward(monkeypatch, calls):
 # ---- The report and the switch
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_the_report(name):
-    model, report = build("after", name)
-    rows = [row for row in report.rows if row.kind == "lora"]
-    assert len(rows) == 7 * LAYERS and not report.left_alone
-    assert {(row.type, row.replacement, row.reason) for row in rows} == {("Linear", "lora_linear", "")}
-    assert apply_liger_kernel(model).rows == report.rows
-
-
-def test_layers_that_were_adapted_after_patching_are_patched_by_a_second_call(calls):
-    model, report = build("before")
-    assert not lora_rows(report)
-    assert lora_rows(apply_liger_kernel(model)) == {("lora_linear", ""): 7 * LAYERS}
-    logits_of(model, tokens())
-    assert taken(calls) == LAYERS * CALLS
-    for layer in lora_layers(model):
-        layer(torch.randn(2, layer.in_features))
-    assert taken(calls) == [1] * 7 * LAYERS
-
-
 def test_other_layers_of_peft_are_reported():
     class Net(nn.Module):
         def __init__(self):
@@ -220,32 +198,3 @@ def test_the_switch(order, calls):
     # One model's switch is not another's.
     step(build(order)[0], ids)
     assert taken(calls) == LAYERS * CALLS
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_unpatch(order, calls):
-    ids, plain = tokens(), build("")[0]
-    expected = step(plain, ids)
-    model, report = build(order)
-    assert unpatch(model) == len(report.replaced) + 1  # the head has no row
-    assert {type(layer) for layer in lora_layers(model)} == {LoraLinear}
-    loss, gradients = step(model, ids)
-    assert not calls and torch.equal(loss, expected[0])
-    assert all(torch.equal(gradients[name], g) for name, g in expected[1].items())
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-@pytest.mark.parametrize("switches", [{}, {"lora": False}], ids=["", "off"])
-def test_copies_stay_patched(copied, switches, calls):
-    model, report = build("after", switches=switches)
-    ids, expected = tokens(), step(model, tokens())
-    assert taken(calls) == ([] if switches else LAYERS * CALLS)
-    twin = copied(model)
-    loss, gradients = step(twin, ids)
-    assert taken(calls) == ([] if switches else LAYERS * CALLS)
-    torch.testing.assert_close(loss, expected[0])
-    assert gradients.keys() == expected[1].keys() and twin.state_dict().keys() == model.state_dict().keys()
-    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
-    if not switches:
-        assert repr(twin.base_model.model.model.layers[0].mlp.gate_proj).startswith("lora.Linear(")
-    assert unpatch(twin) == len(report.replaced) + 1

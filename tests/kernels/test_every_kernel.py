@@ -93,7 +93,7 @@ def scaled(row: Row, n: int) -> Row:
 
 def cases() -> Iterator:
     """Of the first row of an operator all widths, of which narrow ones and the widest are quick. Of other rows narrow ones, of
-    which the first is quick. Dtypes and layouts take turns."""
+    which the first is quick, but for convolutions, which are slow. Dtypes and layouts take turns."""
     seen = set()
     for row in ROWS:
         if row.op.startswith("fp8_"):  # its GEMMs need a GPU
@@ -104,7 +104,8 @@ def cases() -> Iterator:
         for i, n in enumerate(found):
             # Kernels of adapters multiply half-precision rows alone.
             dtype = torch.float16 if i % 2 or row.op == "lora_linear" else torch.float32
-            is_quick = not i or row.op not in seen and (n < NARROW or n == found[-1])
+            is_quick = not i if row.op in seen else n < NARROW or n == found[-1]
+            is_quick &= "conv" not in row.op or row.op not in seen
             marks = [] if is_quick else [pytest.mark.thorough]
             yield pytest.param(row, n, dtype, i // 2 % 2, marks=marks, id=f"{NAME_OF[id(row)]}-{n}-{str(dtype)[6:]}")
         seen.add(row.op)

@@ -1,10 +1,10 @@
 """Calls with sizes, options and indices that rows of models.py lack, and the kernels that they launch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from models import HIDDEN, TARGET, Row
+from models import Row, row
 from torch import Tensor
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -24,8 +24,8 @@ class Case(NamedTuple):
 CASES: list[Case] = []
 
 
-def add(row: Row, launches: str, *sizes: int, **options: Any) -> None:
-    CASES.append(Case(row, launches, *([sizes] if sizes else []), **options))
+def add(call: Row, launches: str, *sizes: int, **options: Any) -> None:
+    CASES.append(Case(call, launches, *([sizes] if sizes else []), **options))
 
 
 # ---- Convolutions: all widths, columns of several blocks, fewer rows than the past, and more than a program has
@@ -41,34 +41,29 @@ def wide_weights(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def conv(n: int, width: int, length: int, dilation: int = 1, **options: Any) -> None:
-    given = dict(x=("B", "S", n), seq_idx=TARGET, initial_state=("B", (width - 1) * dilation, n))
-    row = Row("causal_conv1d", given, dict(weight=(n, width), bias=(n,)), dict(dilation=dilation))
-    add(row, "causal_conv1d_fwd causal_conv1d_bwd", 2, length, change=samples, **options)
+    call = row("causal_conv1d", "bias seq_idx initial_state", dict(dilation=dilation), dict(C=n, W=width))
+    add(call, "causal_conv1d_fwd causal_conv1d_bwd", 2, length, change=samples, **options)
 
 
 for width in range(2, 9):
     conv(24, width, 9, quick=width == 2)
-conv(13, 7, 9, 2)
+conv(13, 7, 9, 2, quick=False)
 conv(8, 4, 2)
 conv(8, 4, 3, 5, quick=False)
 conv(8, 4, 70, quick=False)
 conv(8, 4, 600, quick=False)
 for n, width in ((264, 3), (520, 7)):
-    plain = Row("causal_conv1d", dict(x=("B", "S", n)), dict(weight=(n, width)), dict(activation="none"))
+    plain = row("causal_conv1d", "", dict(activation="none"), dict(C=n, W=width))
     add(plain, "causal_conv1d_fwd causal_conv1d_bwd", 2, 3, quick=False)
-biased = Row("causal_conv1d", dict(x=HIDDEN), dict(weight=(16, 4), bias=(16,)))
-add(biased, "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, dtype=BF16, change=wide_weights)
-for sizes, groups in (([2, 3, 4, 5], 3), ([136, 8, 272, 8], 1)):
-    n = groups * sum(sizes[:3])
-    part = dict(weight=(n, 3), bias=(n,)), dict(sizes=sizes, groups=groups)
-    row = Row("causal_conv1d_split", dict(x=("B", "S", groups * sum(sizes))), *part)
-    add(row, "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, quick=n < 300)
+add(row("causal_conv1d", "bias"), "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, dtype=BF16, change=wide_weights)
+for parts, groups in (([2, 3, 4, 5], 3), ([136, 8, 272, 8], 1)):
+    part = row("causal_conv1d_split", "bias", dict(sizes=parts, groups=groups), dict(W=3))
+    add(part, "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, quick=False)
 
 
 def short(n: int, width: int, length: int, **options: Any) -> None:
-    given = dict(bcx=("B", "S", 3 * n), seq_idx=TARGET)
-    row = Row("short_conv", given, dict(weight=(n, width), bias=(n,)))
-    add(row, "short_conv_fwd short_conv_bwd", 2, length, **dict(change=samples) | options)
+    call = row("short_conv", "bias seq_idx", sizes=dict(C=n, W=width))
+    add(call, "short_conv_fwd short_conv_bwd", 2, length, **dict(change=samples) | options)
 
 
 for width in range(2, 9):
@@ -86,16 +81,15 @@ def some_ignored(t: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(target=t["target"].int()) | classes
 
 
-def of_logits(op: str, n: int, names: str, dtype: torch.dtype = FP32, **options: Any) -> None:
-    loss = {key: options.pop(key) for key in ("reduction", "label_smoothing", "softcap") if key in options}
-    classes = dict(weight=(n,)) if options.pop("weighted", False) else {}
-    row = Row(op, dict(logits=("B", "S", n), target=TARGET), classes, dict(lse_square_scale=1e-3) | loss)
-    add(row, names, 2, 3, **dict(dtype=dtype, change=some_ignored, device=(80, 8)) | options)
+def of_logits(op: str, n: int, names: str, dtype: torch.dtype = FP32, weight: str = "", **options: Any) -> None:
+    own = {key: options.pop(key) for key in ("reduction", "label_smoothing", "softcap") if key in options}
+    call = row(op, weight, dict(lse_square_scale=1e-3) | own, dict(V=n))
+    add(call, names, 2, 3, **dict(dtype=dtype, change=some_ignored, device=(80, 8)) | options)
 
 
 BOTH = "cross_entropy_fwd cross_entropy_bwd"
 of_logits("cross_entropy", 40, BOTH + " cross_entropy_sum", BF16)
-of_logits("cross_entropy", 40, BOTH + " cross_entropy_sum", weighted=True)
+of_logits("cross_entropy", 40, BOTH + " cross_entropy_sum", weight="weight")
 of_logits("cross_entropy", 5003, BOTH, reduction="none")
 of_logits("cross_entropy", 5003, BOTH, FP16, reduction="none", label_smoothing=0.1, softcap=20.0)
 of_logits("cross_entropy_with_metrics", 16392, BOTH, BF16)
@@ -103,8 +97,15 @@ of_logits("cross_entropy_", 2001, "cross_entropy_fwd_bwd cross_entropy_scale", B
 of_logits("cross_entropy_", 30_000, "cross_entropy_fwd_bwd")
 of_logits("cross_entropy_", 70_001, "cross_entropy_fwd_bwd", BF16, quick=False)
 # More rows than a program adds up.
-row = Row("cross_entropy", dict(logits=("B", "S", 2), target=TARGET), dict(weight=(2,)), dict(reduction="mean"))
-add(row, "cross_entropy_sum", 9, 4096, change=lambda t: t["target"].copy_(-100).flatten()[::500].fill_(1), quick=False)
+weighted = row("cross_entropy", "weight", sizes=dict(V=2))
+add(
+    weighted,
+    "cross_entropy_sum",
+    9,
+    4096,
+    change=lambda t: t["target"].copy_(-100).flatten()[::500].fill_(1),
+    quick=False,
+)
 
 
 def chosen(t: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -115,20 +116,19 @@ def chosen(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 for n, options in ((40, {}), (5003, dict(softcap=5.0)), (8008, dict(temperature=0.7))):
-    row = Row("log_probs", dict(logits=("B", "S", n), index=("B", "S", 20)), {}, dict(entropy=True) | options)
-    add(row, "log_probs_fwd log_probs_bwd" + " log_probs_combine" * (n > 100), change=chosen, device=(80, 8))
+    call = row("log_probs", "", dict(entropy=True) | options, dict(V=n, K=20), dict(index="(..., K)"))
+    add(call, "log_probs_fwd log_probs_bwd" + " log_probs_combine" * (n > 100), change=chosen, device=(80, 8))
 
-labelled = dict(input=("B", "S", 40), target=("B", "S", 40), shift_labels=TARGET)
+labelled = row("kl_div", "shift_labels", sizes=dict(V=40))
 names = "divergence_fwd divergence_bwd divergence_sum"
-add(Row("kl_div", labelled), names, change=lambda t: t["shift_labels"].flatten()[::4].fill_(-100), dtype=BF16)
+add(labelled, names, change=lambda t: t["shift_labels"].flatten()[::4].fill_(-100), dtype=BF16)
 
-MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
 for beta in (0.0, 1.0, 0.5):
     for n, softcap, dtype in ((24, 20.0, BF16), (5003, None, FP32), (5003, 20.0, FP16)):
-        heads = dict(s_weight=(n, 16), t_weight=(n, 16))
-        row = Row("fused_linear_divergence", MODELS, heads, dict(beta=beta, s_softcap=softcap, t_softcap=softcap))
+        capped = dict(beta=beta, s_softcap=softcap, t_softcap=softcap)
+        models = row("fused_linear_divergence", "", capped, dict(V=n, m=16))
         quick = n < 100 or dtype == FP32
-        add(row, "fused_linear_divergence_rows", dtype=dtype, device=(80, 2), quick=quick)
+        add(models, "fused_linear_divergence_rows", dtype=dtype, device=(80, 2), quick=quick)
 
 TARGETS = " ".join(f"fused_linear_cross_entropy_{name}_targets" for name in ("take", "order", "add"))
 for rows, n, columns, ignored in ((70, 40, 1032, 2), (33, 300, 300, -100), (1100, 24, 8, 2)):
@@ -138,21 +138,15 @@ for rows, n, columns, ignored in ((70, 40, 1032, 2), (33, 300, 300, -100), (1100
         return dict(target=t["target"].int()) if ignored > 0 else {}
 
     options = dict(ignore_index=ignored, memory_budget=rows * (n + 60))
-    row = Row(
-        "fused_linear_cross_entropy", dict(input=("B", "S", columns), target=TARGET), dict(weight=(n, columns)), options
-    )
-    add(row, TARGETS, 1, rows, dtype=BF16, change=ignore, quick=rows < 1000)
+    call = row("fused_linear_cross_entropy", "", options, dict(V=n, n=columns))
+    add(call, TARGETS, 1, rows, dtype=BF16, change=ignore, quick=rows < 1000)
 
 # ---- Routers and experts: missing ones, groups, tiles of 128 rows, layouts and devices
 
 
-def router(
-    n: int, top_k: int, given: Mapping[str, tuple] = {}, change: Change = lambda t: None, **options: Any
-) -> None:
-    row = Row(
-        "moe_router", dict(logits=("B", "S", n)) | given, {}, dict(top_k=top_k, scale=1.5, statistics=True) | options
-    )
-    add(row, "moe_router_fwd moe_router_bwd", 5, 7, change=change, device=(80, 8))
+def router(n: int, top_k: int, **options: Any) -> None:
+    call = row("moe_router", "", dict(top_k=top_k, scale=1.5, statistics=True) | options, dict(n=n))
+    add(call, "moe_router_fwd moe_router_bwd", 5, 7, device=(80, 8))
 
 
 router(16, 3, groups=16, top_groups=5)
@@ -177,18 +171,15 @@ def experts(
     **options: Any,
 ) -> None:
     """size: tokens, columns, inner columns, experts, choices. counts: rows that are sorted already have so many."""
-    tokens, hidden, inner, count, choices = size
+    tokens, _, _, count, choices = size
     case = {key: options.pop(key) for key in ("device", "quick") if key in options}
-    turned = options.get("transposed")
-    shapes = dict(gate_up=(2 * inner, hidden), down=(hidden, inner))
-    parameters = {name: (count, *(reversed(shape) if turned else shape)) for name, shape in shapes.items()}
-    if bias:
-        parameters |= dict(gate_up_bias=(count, 2 * inner), down_bias=(count, hidden))
+    given, shapes = "gate_up_bias down_bias " if bias else "", {}
     if ranks:
-        first, second = ranks
-        parameters |= dict(gate_up_a=(count, first, hidden), gate_up_b=(count, 2 * inner, first))
-        parameters |= dict(down_a=(count, second, inner), down_b=(count, hidden, second))
+        given += "gate_up_a gate_up_b down_a down_b"
+        shapes |= dict(gate_up_a="(E, r, H)", gate_up_b="(E, 2 I, r)", down_a="(E, q, I)", down_b="(E, H, q)")
         names += OF_ADAPTERS
+    if options.get("transposed"):
+        shapes |= dict(gate_up="(E, H, 2 I)", down="(E, I, H)")
 
     def route(t: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -200,12 +191,10 @@ def experts(
         # Adapters in fp32.
         return found | ({k: t[k].float() for k in t if k[-2:] in ("_a", "_b")} if dtype != FP32 else {})
 
-    inputs = dict(x=("B", hidden)) | (
-        dict(tokens_per_expert=(count,)) if counts else dict(index=("B", choices), weight=("B", choices))
-    )
-    op = "moe_experts_sorted" if counts else "moe_experts"
+    sizes = dict(zip(("H", "I", "E", "K"), size[1:])) | dict(zip("rq", ranks))
+    call = row("moe_experts_sorted" if counts else "moe_experts", given, options, sizes, shapes)
     names = " ".join(name if name.startswith("moe") else f"moe_experts_{name}" for name in names.split())
-    add(Row(op, inputs, parameters, options), names, tokens, 1, dtype=dtype, change=route, **case)
+    add(call, names, tokens, 1, dtype=dtype, change=route, **case)
 
 
 ON_HOPPER = dict(device=(90, 1))
@@ -241,10 +230,7 @@ experts("moe_adapters_add", (1030, 8, 16, 1, 1), BF16, ranks=(8, 4), **ON_HOPPER
 
 # ---- Others
 
-ON_MANY = dict(device=(80, 200))
-add(Row("layer_norm", dict(x=("B", "S", 5)), dict(weight=(5,), bias=(5,))), "column_sum", 2, 70, **ON_MANY)
-STREAMS = dict(streams=("B", "S", 4, 40))
-HYPER = dict(fn=(24, 160), base=(24,), scale=(3,)), dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3)
+add(row("layer_norm", "weight bias", sizes=dict(n=5)), "column_sum", 2, 70, device=(80, 200))
+hyper = row("hyper_pre", "", dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3), dict(n=40))
 for kernels, device in (("pieces fwd bwd bwd_logits", (80, 1)), ("fwd_hopper bwd_hopper", (90, 1))):
-    names = " ".join(f"hyper_pre_{name}" for name in kernels.split())
-    add(Row("hyper_pre", STREAMS, *HYPER), names, dtype=BF16, device=device)
+    add(hyper, " ".join(f"hyper_pre_{name}" for name in kernels.split()), dtype=BF16, device=device)

@@ -36,7 +36,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 WIDTH, VOCABULARY, SIZE = 16, 24, 8
 # By dimension letter.
 SIZES = dict(
-    B="B", S="S", T="B", N="B", Hq=2, Hk=2, D=SIZE, R=SIZE, n=WIDTH, m=VOCABULARY, V=VOCABULARY, K=2, r=3, q=2, E=3, I=SIZE, H=WIDTH,
+    B="B", S="S", T="B", N="B", Hq=2, Hk=2, D=SIZE, R=SIZE, n=WIDTH, m=20, V=VOCABULARY, K=2, r=3, q=2, E=3, I=SIZE, H=WIDTH,
     C=WIDTH, W=4, d=4,
 )  # fmt: skip
 DTYPES = {"freqs_cis": torch.complex64}

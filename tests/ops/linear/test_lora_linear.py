@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, OPCHECKS, assert_no_worse, gradients, like, path_taken, roundings
-from hypothesis import strategies as st
 from lora_dropout import dropped, kept
 from pairs import pairwise
 from torch.nn import functional

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from divergences import noise, vary  # noqa: F401
+from divergences import noise  # noqa: F401
 from logits_losses import PLAIN
 
 from liger_ops.functional import jsd

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as nnf
-from divergences import noise, vary  # noqa: F401
+from divergences import noise  # noqa: F401
 from logits_losses import of_divergence
 
 from liger_ops.functional import kl_div

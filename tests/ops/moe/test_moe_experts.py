@@ -9,7 +9,6 @@ from checks import (
     equal,
     gradients,
     has_hopper_kernels,
-    like,
 )
 from expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
 from hypothesis import strategies as st
@@ -287,11 +286,3 @@ def vary(draw, arguments):
         arguments["tokens_per_expert"] = counts.to(arguments["tokens_per_expert"].dtype)
     if arguments["activation"] != "silu":
         arguments["alpha"] = 1.0
-    if arguments["transposed"]:
-        for name in ("gate_up", "down"):
-            turned = like(arguments[name]).detach().transpose(1, 2)
-            arguments[name] = turned.requires_grad_(arguments[name].requires_grad)
-    for pair in (("gate_up_a", "gate_up_b"), ("down_a", "down_b")):
-        if any(arguments[name] is None for name in pair):
-            arguments |= dict.fromkeys(pair)
-        may_be_float32(draw, arguments, *pair)

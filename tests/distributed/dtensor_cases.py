@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, check_row, randn, spread
 from models import ROWS, Row
+from models import row as row_of
 from pairs import pairs_of
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
@@ -32,11 +33,18 @@ def is_of_rows(row: Row) -> bool:
 def add_row(row: Row, where: str, inputs: Placement, **more: Any) -> None:
     """Of several calls of an operator, each has its number."""
     same = [other for other in ROWS if other.op == row.op]
-    number = next(i for i, other in enumerate(same) if other is row)
+    number = next((i for i, other in enumerate(same) if other is row), 0)
     CASES.add(f"{row.op}{f' {number}' * bool(number)} {where}", check_row, row=row, inputs=inputs, **more)
 
 
-FIRST = list({row.op: row for row in reversed(ROWS)}.values())
+# Samples and states must be whole.
+SPLIT_PARTS = dict(sizes=[2, 2, 8, 4], groups=2)
+CONVOLUTIONS = [
+    row_of("causal_conv1d", "bias"),
+    row_of("causal_conv1d_split", "bias", SPLIT_PARTS),
+    row_of("short_conv", "bias"),
+]
+FIRST = [row for row in {row.op: row for row in reversed(ROWS)}.values() if "conv" not in row.op] + CONVOLUTIONS
 for row in filter(is_of_rows, ROWS):
     quick = [*BY_ROWS] if any(row is first for first in FIRST) else ["by sequence"]
     for where, p in BY_ROWS.items():

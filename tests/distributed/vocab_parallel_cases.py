@@ -152,7 +152,8 @@ def compare(
     for i, (what, ours, theirs, exact) in enumerate(zip(names, results, eager[0], truth[0])):
         found = of_formula[0][i]
         if not ours.is_floating_point():
-            assert torch.equal(ours, theirs) and torch.equal(found, exact), what
+            # A rounding may decide between two.
+            assert ((ours == theirs) | (ours == exact)).all() and torch.equal(found, exact), what
             continue
         # A mean of no targets is NaN.
         assert torch.equal(ours.isnan(), exact.isnan()), f"{what}: NaN at other places"

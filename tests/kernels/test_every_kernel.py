@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checks import ROOT
 from kernel_calls import CASES
 from models import ROWS, SIZE, VOCABULARY, WIDTH, Row
-from rows import NAME_OF, Bound, Change, bind, check_as_accurate, contiguous, of_leaves, of_temporaries
+from rows import NAME_OF, Bound, Change, bind, check_as_accurate, contiguous, of_leaves, of_temporaries, slopes_of
 from solo_group import SOLO
 from torch import Tensor
 
@@ -111,14 +111,7 @@ def cases() -> Iterator:
         seen.add(row.op)
 
 
-def slopes_of(call: Bound) -> list[Tensor]:
-    found = call.op(*call.tensors)
-    return [torch.randn_like(r) if r.is_floating_point() else torch.zeros_like(r) for r in found]
-
-
-def check_call(
-    call: Bound, row: Row, dtype: torch.dtype, run: Callable = of_leaves, change: Change = contiguous
-) -> None:
+def check_call(call: Bound, row: Row, run: Callable = of_leaves, change: Change = contiguous) -> None:
     """Results and gradients on kernels, against the formula."""
     formula = call._replace(op=call.formula)
     slopes = slopes_of(formula)
@@ -126,16 +119,14 @@ def check_call(
     theirs = of_leaves(formula, call.tensors, slopes, [contiguous] * count)
     kernel_process.launched.clear()
     ours = run(call, call.tensors, slopes, [change] * count)
-    # Linear losses store logits in half precision, which may round them either way.
-    noise = torch.finfo(dtype).eps if dtype.itemsize == 2 and row.op.startswith("fused_linear") else 0.0
-    check_as_accurate(call, ours, theirs, call.tensors, slopes, noise)
+    check_as_accurate(row, call, ours, theirs, call.tensors, slopes, "cuda")
 
 
 @pytest.mark.parametrize("device", ["interpreted"])
 @pytest.mark.parametrize("row, n, dtype, held", cases())
 def test_rows(row, n, dtype, held, device):
     call = bind(scaled(row, n), batch=2, length=3, dtype=dtype)
-    check_call(call, row, dtype, *((of_leaves, with_nan_behind) if held else (of_temporaries, contiguous)))
+    check_call(call, row, *((of_leaves, with_nan_behind) if held else (of_temporaries, contiguous)))
     assert own_kernels(row) <= kernel_process.kernels_launched()
     has_kernels = row.op not in WITHOUT and row.options.get("a") != []
     assert kernel_process.launched or not has_kernels
@@ -157,7 +148,7 @@ def test_more_calls(i, device):
         found = case.change(named)
     if isinstance(found, dict):
         named |= {name: t.detach().requires_grad_(named[name].requires_grad) for name, t in found.items()}
-    check_call(call._replace(tensors=[*named.values()]), case.row, case.dtype)
+    check_call(call._replace(tensors=[*named.values()]), case.row)
     assert not set(case.launches.split()) - kernel_process.kernels_launched()
 
 
@@ -309,8 +300,7 @@ def check_rank(row: Row, rank: int) -> None:
     ours = of_leaves(of_rank, [own(t) for t in call.tensors], slopes, changes)
     results, gradients = ours[: len(slopes)], ours[len(slopes) :]
     gradients = [whole(g, t) for g, t in zip(gradients, (t for t in call.tensors if t.requires_grad))]
-    noise = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
-    check_as_accurate(call, results + gradients, theirs, call.tensors, slopes, noise)
+    check_as_accurate(row, call, results + gradients, theirs, call.tensors, slopes, "cuda")
 
 
 # ---- Every kernel

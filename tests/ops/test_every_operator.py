@@ -6,6 +6,7 @@ file, as have transforms (test_func.py), compiled autograd and tensors without m
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from checks import (
     check_replays,
     check_second_backward,
     equal,
+    gradients,
     like,
     wanted_of,
 )
@@ -36,6 +38,7 @@ from rows import (
     in_tiers,
     of_leaves,
     of_temporaries,
+    slopes_of,
 )
 from torch import Tensor
 from torch.nn import functional as nnf
@@ -136,6 +139,26 @@ def test_forward_mode_is_refused(row, device):
                 bound.op(*tensors)
 
 
+def choices_of(wanted: list[int]) -> list[tuple[int, ...]]:
+    """All of up to four, else each alone and all but one."""
+    sizes = range(1, len(wanted)) if len(wanted) <= 4 else (1, len(wanted) - 1)
+    return [kept for size in sizes for kept in combinations(wanted, size)]
+
+
+@each_row
+def test_gradients_do_not_depend_on_which_others_are_wanted(row, device):
+    call = bind(row, device)
+    slopes = slopes_of(call)
+    wanted = [i for i, t in enumerate(call.tensors) if t.requires_grad]
+    whole = gradients(call.op, call.tensors, slopes)
+    results, of_all = whole[: len(slopes)], dict(zip(wanted, whole[len(slopes) :], strict=True))
+    for kept in choices_of(wanted):
+        tensors = [t.detach().requires_grad_(i in kept) for i, t in enumerate(call.tensors)]
+        ours, theirs = gradients(call.op, tensors, slopes), [*results, *(of_all[i] for i in kept)]
+        if not equal(ours, theirs):
+            check_as_accurate(row, call, ours, theirs, tensors, slopes, device)
+
+
 # ---- Shapes and dtypes
 
 
@@ -228,7 +251,7 @@ def turned(t: Tensor) -> Tensor:
 def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[str], bool]) -> None:
     """Of one tensor at a time, and of all inputs, but for layouts that repeat a number: roundings of equal numbers add up."""
     count, device = len(call.tensors), call.tensors[0].device.type
-    slopes = [torch.randn_like(r) if r.is_floating_point() else torch.zeros_like(r) for r in call.op(*call.tensors)]
+    slopes = slopes_of(call)
     given = [*call.tensors, *slopes]
     names = [*call.names, *(f"upstream gradient {i}" for i in range(len(slopes)))]
     layouts = [layouts_of(t) for t in given]
@@ -248,7 +271,7 @@ def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[
                     theirs = run(call, tensors, grads, [contiguous] * len(given))
                     ours = run(call, tensors, grads, changes)
                     if not equal(ours, theirs):
-                        check_as_accurate(call, ours, theirs, tensors, grads, noise_of(row.op, device))
+                        check_as_accurate(row, call, ours, theirs, tensors, grads, device)
                 except (RuntimeError, AssertionError) as error:
                     bad.append(f"{of}, {layout}, {run.__name__}: {error}".partition("\n")[0])
     assert not bad, "\n".join(["", *bad])

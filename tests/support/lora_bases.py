@@ -141,7 +141,7 @@ def replace_linears(model: nn.Module, replaced: Callable[[nn.Linear], nn.Module]
     """All but the head, as in models that are loaded with quantised weights."""
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:
-            if type(child) is nn.Linear and name != "lm_head":
+            if isinstance(child, nn.Linear) and name != "lm_head":
                 parent._modules[name] = replaced(child)
     return model
 

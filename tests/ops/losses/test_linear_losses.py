@@ -103,7 +103,8 @@ LAYOUTS = {
 }
 
 
-@pairwise(loss=LOSSES, of_input=LAYOUTS, of_weight=LAYOUTS)
+# Equal classes would leave nothing but rounding errors of the gradients.
+@pairwise(loss=LOSSES, of_input=LAYOUTS, of_weight=[*LAYOUTS][:2])
 def test_layouts_in_chunks(loss, of_input, of_weight, device):
     """test_every_operator.py has more layouts, without chunks."""
     given, others = loss.make(((4, 9), 16, 100), torch.bfloat16, device)

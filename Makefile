@@ -96,7 +96,7 @@ build/hub-env/ready: Makefile
 	touch $@
 
 test-packs: $(ready)
-	$(PYTHON) tests/support/stub_cuda/packs.py
+	$(PYTHON) tests/support/host/stub_cuda/packs.py
 
 lint: $(linters)
 	$(PYTHON) -m ruff check .

@@ -3,12 +3,12 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-import kernel_process
 import pytest
 import torch
 import torch.distributed as dist
-from checks import has_hopper_kernels
-from stub_cuda import packs as stub_cuda_packs
+from support.checks import has_hopper_kernels
+from support.host import kernel_process
+from support.host.stub_cuda import packs as stub_cuda_packs
 
 import liger_ops
 from liger_ops import compat

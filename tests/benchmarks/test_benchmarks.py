@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import stub_cuda
 import torch
-from checks import environment_of_tree, output_of
 from matplotlib.image import imread
-from stub_cuda import ROOT
+from support.checks import environment_of_tree, output_of
+from support.host import stub_cuda
+from support.host.stub_cuda import ROOT
 
 from benchmarks import __main__ as main
 from benchmarks import (

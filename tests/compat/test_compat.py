@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from checks import equal, forked_output_of, run_forked, run_python
-from language_models import SIZES, make, nodes, step, tokens
+from support.checks import equal, forked_output_of, run_forked, run_python
+from support.models.language_models import SIZES, make, nodes, step, tokens
 from torch import nn
 from torch.nn import functional as TF
 
@@ -275,7 +275,7 @@ runpy.run_module("liger_ops", run_name="__main__")
 def test_a_script_is_run_with_the_package_served(form, tmp_path):
     """Trainer's users on a command line need not change their script."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("from language_models import make")
+    (tmp_path / "beside.py").write_text("from support.models.language_models import make")
     arguments = [str(tmp_path / "train.py")] if form == "script" else ["-m", "train"]
     code = f"import sys; sys.path.append({str(tmp_path)!r})\n" * (form == "module") + RUN.format(
         arguments=arguments, folder=str(tmp_path)
@@ -334,7 +334,7 @@ def test_patching_only_the_loss_does_not_warn(liger_kernel_served):
 
 TRAINER = """
 import sys, torch, liger_ops
-from language_models import make, tokens
+from support.models.language_models import make, tokens
 import liger_ops.compat
 liger_ops.compat.install()
 from transformers import Trainer, TrainingArguments

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checks import assert_most_digits
-from post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
+from support.checks import assert_most_digits
+from support.oracles.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 from torch.nn import functional as TF
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")

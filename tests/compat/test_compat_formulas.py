@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from checks import (
+from support.checks import (
     HALF_TYPES,
     assert_as_the_formula,
     assert_no_worse,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checks import check_results, equal, gradients
+from support.checks import check_results, equal, gradients
 
 from liger_ops import functional as F
 

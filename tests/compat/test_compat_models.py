@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checks import assert_no_worse, equal
-from language_models import SIZES
+from support.checks import assert_no_worse, equal
+from support.models.language_models import SIZES
 from torch import nn
 from torch.nn import functional as TF
 

@@ -8,12 +8,12 @@ import pickle
 import re
 import zipfile
 
-import from_liger_kernel
 import pytest
 import torch
-from checks import ROOT
-from from_liger_kernel import path_of
-from liger_kernel_names import LIST, Names, modules_of
+from support.checks import ROOT
+from support.oracles import from_liger_kernel
+from support.oracles.from_liger_kernel import path_of
+from support.oracles.liger_kernel_names import LIST, Names, modules_of
 
 from liger_ops.compat import missing
 from liger_ops.compat.modules import MODULES
@@ -171,7 +171,7 @@ page = functools.cache(from_liger_kernel.page)
 
 
 def test_the_page_is_up_to_date():
-    """After a change: python tests/support/from_liger_kernel.py docs/from-liger-kernel.md"""
+    """After a change: PYTHONPATH=tests python -m support.oracles.from_liger_kernel docs/from-liger-kernel.md"""
     assert (ROOT / "docs/from-liger-kernel.md").read_text() == page()
     assert not [line for line in page().splitlines() if len(line) > 120 and line[0] != "|"]
 

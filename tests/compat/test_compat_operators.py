@@ -2,12 +2,12 @@
 
 import importlib
 
-import from_liger_kernel
 import pytest
 import torch
-from checks import ROOT, assert_no_worse, like, roundings
-from liger_kernel_calls import activations, norms, rotations
-from liger_kernel_losses import V, cross_entropies, divergences, preferences
+from support.checks import ROOT, assert_no_worse, like, roundings
+from support.oracles import from_liger_kernel
+from support.oracles.liger_kernel_calls import activations, norms, rotations
+from support.oracles.liger_kernel_losses import V, cross_entropies, divergences, preferences
 
 from liger_ops._accuracy import gradients
 

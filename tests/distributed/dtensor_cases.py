@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, check_row, randn, spread
-from models import ROWS, Row
-from models import row as row_of
-from pairs import pairs_of
+from support.calls import ROWS, Row
+from support.calls import row as row_of
+from support.pairs import pairs_of
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
@@ -22,7 +22,7 @@ case = CASES.case
 X, W = randn(5, 7, 24), randn(24)
 BY_ROWS = {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
 
-# ---- Calls of models.py, whose inputs are rows
+# ---- Calls of calls.py, whose inputs are rows
 
 
 def is_of_rows(row: Row) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Row
-from process_group import Cases
-from rows import bind
+from support.calls import Row
+from support.host.process_group import Cases
+from support.rows import bind
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -124,7 +124,7 @@ def check(
 
 
 def check_row(mesh: Any, row: Row, inputs: Placement, parameters: Placement = R, **more: Any) -> None:
-    """The call of a row of models.py, with one placement of its inputs and one of its parameters."""
+    """The call of a row of calls.py, with one placement of its inputs and one of its parameters."""
     call = bind(row, batch=5, length=7, dtype=torch.float64)
     placements = [inputs] * len(row.inputs) + [parameters] * len(row.parameters)
     given = dict(zip(call.names, zip(call.tensors, placements, strict=True)))

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from language_models import clone, make, nodes, step, tokens
-from process_group import Cases
 from sharded_cases import saved, whole
+from support.host.process_group import Cases
+from support.models.language_models import clone, make, nodes, step, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from process_group import Cases
+from support.host.process_group import Cases
 
 CASES = Cases()
 

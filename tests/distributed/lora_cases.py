@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from language_models import nodes
-from lora_layers import build
-from process_group import Cases
 from sharded_cases import BF16, after_two_steps, as_large_models, assert_same, batch, enable_checkpoints, error, step
+from support.host.process_group import Cases
+from support.models.language_models import nodes
+from support.models.lora_layers import build
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from language_models import make as make_tied
-from language_models import nodes, tokens
-from process_group import Cases
 from sharded_cases import saved, whole
+from support.host.process_group import Cases
+from support.models.language_models import make as make_tied
+from support.models.language_models import nodes, tokens
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble

@@ -16,9 +16,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checks import count_graphs
-from language_models import make, nodes, tokens
-from process_group import Cases
+from support.checks import count_graphs
+from support.host.process_group import Cases
+from support.models.language_models import make, nodes, tokens
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -4,8 +4,8 @@ import dtensor_cases
 import dtensor_expert_cases
 import dtensor_loss_cases
 import pytest
-from checks import output_of
-from process_group import run_case
+from support.checks import output_of
+from support.host.process_group import run_case
 
 
 @pytest.mark.parametrize("case", dtensor_cases.CASES.parameters())

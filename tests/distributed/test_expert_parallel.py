@@ -4,7 +4,7 @@ import inspect
 
 import expert_parallel_cases
 import pytest
-from process_group import run_case
+from support.host.process_group import run_case
 from transformers.distributed import DistributedConfig
 
 if "ep_size" not in inspect.signature(DistributedConfig).parameters:

@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 
 import group_cases
-import process_group
 import pytest
-from checks import forked_output_of, output_of, run_forked
-from fork_server import Fork
-from process_group import error_of, run_case
+from support.checks import forked_output_of, output_of, run_forked
+from support.host import process_group
+from support.host.fork_server import Fork
+from support.host.process_group import error_of, run_case
 from torch._inductor import config
 
 

@@ -3,7 +3,7 @@
 import lora_cases
 import pytest
 import sharded_cases
-from process_group import run_case
+from support.host.process_group import run_case
 
 
 @pytest.mark.parametrize("case", sharded_cases.CASES.parameters())

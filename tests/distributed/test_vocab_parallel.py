@@ -2,7 +2,7 @@
 
 import pytest
 import vocab_parallel_cases as cases
-from process_group import run_case
+from support.host.process_group import run_case
 from torch.cuda import device_count
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from process_group import Cases
+from support.host.process_group import Cases
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 CASES = Cases()

@@ -9,13 +9,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import linear_losses
-import logits_losses
 import torch
 import torch.distributed as dist
-from checks import assert_no_worse
-from pairs import pairs_of
-from process_group import Cases
+from support.checks import assert_no_worse
+from support.host.process_group import Cases
+from support.oracles import linear_losses, logits_losses
+from support.pairs import pairs_of
 from torch import Tensor
 
 from liger_ops import functional as F

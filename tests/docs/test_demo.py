@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from checks import environment_of_tree, served_by
+from support.checks import environment_of_tree, served_by
 
 from liger_ops import demo
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import prose
 import pytest
-from checks import ROOT, environment_of_tree, run_forked
+from support import prose
+from support.checks import ROOT, environment_of_tree, run_forked
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "benchmarks/results").glob("*.md"))]

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from checks import environment_of_tree
-from stub_cuda import ROOT
+from support.checks import environment_of_tree
+from support.host.stub_cuda import ROOT
 
 EXAMPLES = ROOT / "examples"
 

@@ -7,12 +7,9 @@ import dtensor_expert_cases
 import dtensor_loss_cases
 import pytest
 import torch
-from checks import ROOT
-from models import ROWS
+from support.checks import ROOT
 
-import liger_ops.kernels as tables
 from liger_ops.aot import operators_page
-from liger_ops.aot.codegen import operators_of
 from liger_ops.reference import operators
 
 PUBLIC = [name for name, operator in operators().items() if not operator.alias_of]
@@ -24,8 +21,6 @@ def text_of(*patterns: str) -> str:
 
 README = text_of("README.md")
 CASES = "\n".join(name for module in (dtensor_cases, dtensor_expert_cases, dtensor_loss_cases) for name in module.CASES)
-LAUNCHED = operators_of()
-INTERPRETED = text_of("tests/kernels/*.py", "tests/support/*interpreter*.py")
 
 
 def base_of(name: str) -> str:
@@ -47,17 +42,6 @@ def test_dtensor_rules_of_the_operator_are_documented_and_tested(name):
     if name in layouts:
         assert layouts[name], f"liger_ops/distributed/rules: a file's docstring must give the layouts of {name}"
         assert re.search(rf"\b{base_of(name)}\b", CASES), f"tests/distributed: {name} has no case with DTensors"
-
-
-@pytest.mark.parametrize("stem", tables.modules())
-def test_the_interpreter_runs_the_kernels(stem):
-    """Without a GPU, nothing else executes them."""
-    names = [stem, *(kernel.name for kernel in tables.modules()[stem])]
-    named = [name for name in names if re.search(rf"\b{name}", INTERPRETED)]
-    # test_every_kernel.py runs every row of an operator, and checks that kernels were launched.
-    launched = {op for kernel in tables.modules()[stem] for op in LAUNCHED.get(kernel.name, [])}
-    named += [row.op for row in ROWS if row.op.startswith(tuple(launched))] if launched else []
-    assert named, f"tests/kernels: no test runs {stem} in Triton's interpreter"
 
 
 def test_policies_of_checkpoints_are_told_every_private_forward_operator():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from checks import ROOT, output_of
+from support.checks import ROOT, output_of
 from torch import Tensor
 
 from liger_ops.aot import operators_page

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from checks import ROOT
+from support.checks import ROOT
 
 import liger_ops
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torchtitan_cases
-from process_group import run_case
+from support.host.process_group import run_case
 
 pytestmark = pytest.mark.torchtitan
 

@@ -5,7 +5,7 @@ With `-s`, the trainings print their time and the process's peak memory.
 
 import pytest
 import torch
-from checks import assert_no_worse
+from support.checks import assert_no_worse
 
 from benchmarks.trl_trainers import SIZES, TRAINERS, save_model, train
 from liger_ops import functional as F

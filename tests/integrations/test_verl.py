@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checks import assert_no_worse
-from solo_group import solo_group
+from support.checks import assert_no_worse
+from support.host.solo_group import solo_group
 
 pytestmark = pytest.mark.verl
 

@@ -1,19 +1,29 @@
-"""Operators on their kernels, in Triton's interpreter: every row of models.py, at widths on both sides of those at which tables
+"""Operators on their kernels, in Triton's interpreter: every row of calls.py, at widths on both sides of those at which tables
 choose another config."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-import kernel_process
 import pytest
 import torch
 import torch.distributed as dist
-from checks import ROOT
-from kernel_calls import CASES
-from models import ROWS, SIZE, VOCABULARY, WIDTH, Row
-from rows import NAME_OF, Bound, Change, bind, check_as_accurate, contiguous, of_leaves, of_temporaries, slopes_of
-from solo_group import SOLO
+from support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row
+from support.checks import ROOT
+from support.host import kernel_process
+from support.host.solo_group import SOLO
+from support.kernel_calls import CASES
+from support.rows import (
+    NAME_OF,
+    Bound,
+    Change,
+    bind,
+    check_as_accurate,
+    contiguous,
+    of_leaves,
+    of_temporaries,
+    slopes_of,
+)
 from torch import Tensor
 
 import liger_ops.kernels as tables
@@ -52,7 +62,7 @@ def own_kernels(row: Row) -> set[str]:
 
 
 def unit_of(row: Row) -> int:
-    """The size of models.py that is the number of columns of the row's kernels."""
+    """The size of calls.py that is the number of columns of the row's kernels."""
     shapes = [*row.inputs.values(), *row.parameters.values()]
     if "rope" in row.op:
         return SIZE
@@ -227,7 +237,7 @@ def test_counts_that_are_wrong(counts, ends, device):
     assert offsets.tolist() == [0, *ends]
 
 
-# Tests of operators that models.py calls without dropout, and with few tokens.
+# Tests of operators that calls.py calls without dropout, and with few tokens.
 LORA = ROOT / "tests" / "ops" / "linear" / "test_lora_linear.py"
 HALF = dict(dtype=torch.bfloat16, wide=True)
 ADAPTERS = {

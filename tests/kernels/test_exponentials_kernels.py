@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from pairs import pairs_of
+from support.pairs import pairs_of
 
 import liger_ops.kernels as tables
 from liger_ops.kernels.losses import _flags

@@ -1,11 +1,10 @@
 """What Triton's interpreter must notice for tests of kernels to mean something."""
 
-import interpreter
-import kernel_process
 import pytest
 import torch
 import triton
 import triton.language as tl
+from support.host import interpreter, kernel_process
 
 from liger_ops import functional as F
 

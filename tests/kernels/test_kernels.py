@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-import interpreter
 import pytest
 import torch
 import triton.language as tl
-from stub_cuda import ARCHS, PACKS, sample
+from support.host import interpreter
+from support.host.stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack

@@ -6,10 +6,10 @@ import re
 import struct
 from fractions import Fraction
 
-import kernel_process
 import pytest
 import torch
-from quantised import as_bits
+from support.host import kernel_process
+from support.models.quantised import as_bits
 from torch import Tensor
 
 import liger_ops.kernels as tables

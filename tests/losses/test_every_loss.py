@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from allocations import largest_allocation
-from checks import check_results
-from post_training import Model, model, targets
+from support.checks import check_results
+from support.host.allocations import largest_allocation
+from support.oracles.post_training import Model, model, targets
 
 from liger_ops import compat, losses
 

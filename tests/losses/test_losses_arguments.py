@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from post_training import CLASSES, B, S, model, targets
+from support.oracles.post_training import CLASSES, B, S, model, targets
 
 from liger_ops import losses
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as TF
-from post_training import (
+from support.oracles.post_training import (
     CLASSES,
     Model,
     agree,

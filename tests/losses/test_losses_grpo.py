@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from post_training import (
+from support.oracles.post_training import (
     CLASSES,
     B,
     S,

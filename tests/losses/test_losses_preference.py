@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from post_training import (
+from support.oracles.post_training import (
     B,
     S,
     agree,

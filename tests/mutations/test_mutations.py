@@ -5,7 +5,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from checks import ROOT
+from support.checks import ROOT
 
 
 @pytest.fixture(scope="module")

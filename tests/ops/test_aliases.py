@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import OPCHECKS, count_graphs, equal
-from models import NAMES, ROWS, Call, inputs_of, outputs
-from operator_calls import ALIASES
-from solo_group import SOLO, solo_group
+from support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from support.checks import OPCHECKS, count_graphs, equal
+from support.host.solo_group import SOLO, solo_group
+from support.operator_calls import ALIASES
 
 from liger_ops import functional as F
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from checks import count_graphs
-from models import example
+from support.checks import count_graphs
+from support.host.cpp_example import example
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import ROWS, Call, inputs_of, outputs
-from rows import in_tiers
+from support.calls import ROWS, Call, inputs_of, outputs
+from support.rows import in_tiers
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters

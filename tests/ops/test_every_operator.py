@@ -1,4 +1,4 @@
-"""What every operator must do, for every row of models.py: a new operator needs no own tests of these properties.
+"""What every operator must do, for every row of calls.py: a new operator needs no own tests of these properties.
 
 Its results and gradients are compared with its formula in its own file and in test_properties.py. Export has its own
 file, as have transforms (test_func.py), compiled autograd and tensors without memory (test_memory.py).
@@ -10,7 +10,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from checks import (
+from support.calls import ROWS, WIDTH, in_lists, outputs
+from support.checks import (
     OPCHECKS,
     autocast_of_fake_gpus,
     check_deterministic,
@@ -26,10 +27,9 @@ from checks import (
     like,
     wanted_of,
 )
-from layouts import SIZE_ONE, layouts_of
-from models import ROWS, WIDTH, in_lists, outputs
-from operator_calls import OPERATORS, PUBLIC, copied, samples
-from rows import (
+from support.layouts import SIZE_ONE, layouts_of
+from support.operator_calls import OPERATORS, PUBLIC, copied, samples
+from support.rows import (
     Bound,
     bind,
     check_as_accurate,

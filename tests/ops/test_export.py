@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from checks import forked_output_of
-from models import ROWS, Call, example, inputs_of, outputs
-from operator_calls import ALIASES, QUANTIZERS
-from rows import in_tiers
+from support.calls import ROWS, Call, inputs_of, outputs
+from support.checks import forked_output_of
+from support.host.cpp_example import example
+from support.operator_calls import ALIASES, QUANTIZERS
+from support.rows import in_tiers
 from torch.export import Dim, export
 from torch.export.experimental import _export_forward_backward
 
@@ -111,7 +112,7 @@ def test_training_graph(row, device):
 
 LOAD = """
 import torch, liger_ops
-from solo_group import solo_group
+from support.host.solo_group import solo_group
 solo_group()
 for number in range({count}):
     program = torch.export.load(f"{folder}/{{number}}.pt2")

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from checks import distance
-from models import ROWS, VOCABULARY, WIDTH, Call, inputs_of, is_constant, outputs
-from rows import each_row, in_tiers
+from support.calls import ROWS, VOCABULARY, WIDTH, Call, inputs_of, is_constant, outputs
+from support.checks import distance
+from support.rows import each_row, in_tiers
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.utils._pytree import tree_leaves

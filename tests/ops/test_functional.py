@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import count_graphs, record_calls
+from support.checks import count_graphs, record_calls
 from torch import Tensor
 
 from liger_ops import functional, nn, reference

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checks import LAYOUTS, equal
-from operator_calls import (
+from support.checks import LAYOUTS, equal
+from support.operator_calls import (
     OPERATORS,
     PUBLIC,
     QUANTIZERS,

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from checks import assert_no_worse, count_graphs, record_calls
+from support.checks import assert_no_worse, count_graphs, record_calls
 from torch import nn
 
 import liger_ops.nn as ours

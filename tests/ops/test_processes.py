@@ -5,7 +5,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
-from checks import ROOT, run_python
+from support.checks import ROOT, run_python
 
 from liger_ops.reference import operators
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_no_worse, gradients, like, path_taken, roundings
 from hypothesis import HealthCheck, given, seed, settings
-from models import in_lists
-from strategies import calls, own_test_file
+from support.calls import in_lists
+from support.checks import assert_no_worse, gradients, like, path_taken, roundings
+from support.strategies import calls, own_test_file
 from torch import Tensor
 
 from liger_ops.reference import Operator, operators

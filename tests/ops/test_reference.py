@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import environment_of_tree
-from models import NAMES, ROWS, Call, inputs_of, outputs
-from rows import Bound, bind
+from support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from support.checks import environment_of_tree
+from support.rows import Bound, bind
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -232,7 +232,7 @@ def copy(tmp_path_factory) -> Path:
 def run(copy: Path, code: str, *options: str, **env: str) -> str:
     """stdout and stderr of code in a process that imports the copy."""
     environment = environment_of_tree(**env)
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [copy, TESTS, TESTS.parent / "support"]))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [copy, TESTS, TESTS.parent]))
     # Python searches the working directory before PYTHONPATH.
     command = [sys.executable, *options, "-c", code]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
@@ -406,7 +406,7 @@ def test_autocast_refusals_and_other_functions(copy):
 
 
 def check_a_model() -> None:
-    from language_models import make, step, tokens
+    from support.models.language_models import make, step, tokens
 
     from liger_ops.linear import project
     from liger_ops.transformers import apply_liger_kernel

@@ -8,8 +8,8 @@ addresses. Which backward of every operator overwrites, and what it computes the
 import numpy as np
 import pytest
 import torch
-from checks import LAYOUTS, equal, path_taken
-from pairs import sizes_by_device
+from support.checks import LAYOUTS, equal, path_taken
+from support.pairs import sizes_by_device
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -5,7 +5,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from checks import equal, path_taken
+from support.checks import equal, path_taken
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 

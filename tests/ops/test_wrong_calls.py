@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from operator_calls import arguments_of, backward, differentiable
+from support.operator_calls import arguments_of, backward, differentiable
+from support.wrong_calls import calls, complaint, described, dimensions, outcomes, wrong_calls
 from torch import Tensor
-from wrong_calls import calls, complaint, described, dimensions, outcomes, wrong_calls
 
 from liger_ops.reference import operators
 

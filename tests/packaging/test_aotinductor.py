@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import forked_output_of, served_by
-from models import cpp_program, example, libraries_of, run
+from support.checks import forked_output_of, served_by
+from support.host.cpp_example import cpp_program, example, libraries_of, run
 from torch.export import Dim, export
 
 SIZES = [(2, 6), (3, 17)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, scratch
+from support.host.stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, scratch
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack, torch_release

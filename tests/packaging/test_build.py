@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import output_of, run_python
-from found_packages import IMPORTED
-from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample
+from support.checks import output_of, run_python
+from support.host.found_packages import IMPORTED
+from support.host.stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample
 
 import liger_ops.kernels as tables
 from liger_ops._runtime import loader

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
-import stub_cuda
 import torch
-from checks import output_of
-from stub_cuda import PACKS, ROOT
+from support.checks import output_of
+from support.host import stub_cuda
+from support.host.stub_cuda import PACKS, ROOT
 
 import liger_ops
 from liger_ops import __main__ as main

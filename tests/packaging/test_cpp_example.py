@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import served_by
-from models import configure_cpp, cpp_program, example, libraries_of, run
+from support.checks import served_by
+from support.host.cpp_example import configure_cpp, cpp_program, example, libraries_of, run
 
 import liger_ops
 from liger_ops import functional

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import ROOT, run_python, successful
+from support.checks import ROOT, run_python, successful
 
 import liger_ops
 from liger_ops import doctor

@@ -12,12 +12,12 @@ from types import MethodType
 
 import pytest
 import torch
-from checks import ROOT, environment_of_tree, forked_output_of, output_of, successful
-from language_models import make, step, tokens
-from models import outputs
-from operator_calls import backward, differentiable, public_calls
-from patched_models import assert_same_step
-from solo_group import solo_group
+from support.calls import outputs
+from support.checks import ROOT, environment_of_tree, forked_output_of, output_of, successful
+from support.host.solo_group import solo_group
+from support.models.language_models import make, step, tokens
+from support.models.patched_models import assert_same_step
+from support.operator_calls import backward, differentiable, public_calls
 from torch.utils._pytree import tree_leaves
 
 import liger_ops

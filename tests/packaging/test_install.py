@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
-from stub_cuda import LIBRARIES, ROOT
+from support.host.stub_cuda import LIBRARIES, ROOT
 
 import liger_ops
 from liger_ops._runtime import loader

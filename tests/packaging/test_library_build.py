@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import environment_of_tree, output_of
-from stub_cuda import LIBRARIES, ROOT
+from support.checks import environment_of_tree, output_of
+from support.host.stub_cuda import LIBRARIES, ROOT
 
 from liger_ops._runtime import loader
 from liger_ops.aot import built, flags, operators, torch_release

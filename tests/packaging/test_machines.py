@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from checks import run_python
-from found_packages import IMPORTED
-from stub_cuda import LIBRARIES, ROOT, compile_cpp
+from support.checks import run_python
+from support.host.found_packages import IMPORTED
+from support.host.stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 from liger_ops.aot import flags, machines, manylinux, torch_release
 from liger_ops.aot.machines import MACHINES

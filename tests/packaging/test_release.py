@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import output_of, run_python
-from stub_cuda import LIBRARIES, ROOT, compile_cpp
+from support.checks import output_of, run_python
+from support.host.stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 import liger_ops
 from liger_ops.aot import archs, built, flags, machines, manylinux, torch_release

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import yaml
-from checks import ROOT
+from support.checks import ROOT
 
 from liger_ops.aot import machines, torch_release
 

@@ -7,9 +7,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import stub_cuda
-from pairs import kernels_in_tiers
-from stub_cuda import ARCHS, PACKS, sample
+from support.host import stub_cuda
+from support.host.stub_cuda import ARCHS, PACKS, sample
+from support.pairs import kernels_in_tiers
 
 import liger_ops.kernels as tables
 from liger_ops._runtime import jit

@@ -10,8 +10,8 @@ import tempfile
 import zlib
 
 import pytest
-import stub_cuda
-from stub_cuda import ARCHS, PACKS, sample
+from support.host import stub_cuda
+from support.host.stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack

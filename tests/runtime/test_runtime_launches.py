@@ -7,9 +7,9 @@ from functools import cache
 from itertools import islice
 
 import pytest
-import stub_cuda
-from pairs import kernels_in_tiers
-from stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv, sample
+from support.host import stub_cuda
+from support.host.stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv, sample
+from support.pairs import kernels_in_tiers
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
@@ -144,7 +144,7 @@ def test_a_kernel_for_one_architecture_runs_only_there():
 
 def test_tensor_map_arguments():
     flags = (f"-I{ROOT / 'csrc'}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
-    program = compile_cpp("tensor_map", ROOT / "tests/support/stub_cuda/tensor_map.cpp", flags=flags)
+    program = compile_cpp("tensor_map", ROOT / "tests/support/host/stub_cuda/tensor_map.cpp", flags=flags)
 
     def lines(**env):
         done = subprocess.run([program], capture_output=True, text=True, env=stub_cuda.environment(**env), check=True)
@@ -223,9 +223,9 @@ def test_sixteen_threads_on_each_of_four_devices_load_a_kernel_once():
 
 
 def program_over_the_runtime(name):
-    """A program of tests/support/stub_cuda."""
+    """A program of tests/support/host/stub_cuda."""
     flags = (f"-I{ROOT / 'csrc'}", "-rdynamic", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}", "-ldl")
-    return compile_cpp(name, ROOT / f"tests/support/stub_cuda/{name}.cpp", flags=flags)
+    return compile_cpp(name, ROOT / f"tests/support/host/stub_cuda/{name}.cpp", flags=flags)
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm_fwd", WITH_TENSOR_MAPS])

@@ -4,9 +4,9 @@ import re
 import shutil
 
 import pytest
-import stub_cuda
 import torch
-from stub_cuda import PACKS, compile_cpp, fnv, sample
+from support.host import stub_cuda
+from support.host.stub_cuda import PACKS, compile_cpp, fnv, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import codegen, pack

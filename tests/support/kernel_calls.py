@@ -1,11 +1,12 @@
-"""Calls with sizes, options and indices that rows of models.py lack, and the kernels that they launch."""
+"""Calls with sizes, options and indices that rows of calls.py lack, and the kernels that they launch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from models import Row, row
 from torch import Tensor
+
+from support.calls import Row, row
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 Change = Callable[[dict[str, Tensor]], Any]

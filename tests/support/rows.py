@@ -1,16 +1,16 @@
-"""Tests over the rows of models.py: parametrization, and a row's call as a function of its tensors."""
+"""Tests over the rows of calls.py: parametrization, and a row's call as a function of its tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
-from checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
-from models import NAMES, ROWS, Call, Row, in_lists, inputs_of, outputs
 from torch import Tensor
 
 from liger_ops._accuracy import noise_of, roundings
 from liger_ops.reference import operators
+from support.calls import NAMES, ROWS, Call, Row, in_lists, inputs_of, outputs
+from support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
 
 NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
 each_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)

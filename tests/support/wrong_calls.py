@@ -21,8 +21,14 @@ from functools import cache
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from fork_server import Fork
-from operator_calls import (
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from liger_ops.reference import operators
+from liger_ops.reference._documentation import Described, documentation
+from support.host.fork_server import Fork
+from support.host.solo_group import SOLO, solo_group
+from support.operator_calls import (
     OPERATORS,
     PUBLIC,
     arguments_of,
@@ -31,12 +37,6 @@ from operator_calls import (
     product_calls,
     public_calls,
 )
-from solo_group import SOLO, solo_group
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from liger_ops.reference import operators
-from liger_ops.reference._documentation import Described, documentation
 
 Arguments = dict[str, Any]
 HUGE = "huge, on the meta device"
@@ -404,7 +404,7 @@ def outcomes(op: str) -> list[list[str]]:
     """Of each of an operator's wrong calls: what happens without and with a graph."""
     # The first backward of a process would import the second module.
     modules = ["wrong_calls", "torch.fx.experimental.symbolic_shapes"]
-    fork = Fork(f"import wrong_calls; wrong_calls.serve(channel, {op!r})", sys.stdout, sys.stderr, modules)
+    fork = Fork(f"from support import wrong_calls; wrong_calls.serve(channel, {op!r})", sys.stdout, sys.stderr, modules)
     try:
         return fork.receive(time.monotonic() + 600)
     finally:

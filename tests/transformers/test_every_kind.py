@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checks import path_taken
-from language_models import known, step, tokens
-from patched_models import assert_same_step, assert_trains_and_generates, calls_of, through_pickle
-from tiny_models import GATED, TINY, WITH_CONVOLUTIONS, tiny
+from support.checks import path_taken
+from support.models.language_models import known, step, tokens
+from support.models.patched_models import assert_same_step, assert_trains_and_generates, calls_of, through_pickle
+from support.models.tiny_models import GATED, TINY, WITH_CONVOLUTIONS, tiny
 
 from liger_ops.transformers import SWITCHES, apply_liger_kernel, unpatch
 

@@ -9,7 +9,7 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from checks import check_op, count_graphs, path_taken
+from support.checks import check_op, count_graphs, path_taken
 from torch import nn
 from torch.func import functional_call
 from transformers.loss.loss_utils import ForCausalLMLoss

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from language_models import make, nodes, step, tokens
-from patched_models import assert_same_step
+from support.models.language_models import make, nodes, step, tokens
+from support.models.patched_models import assert_same_step
 from torch import nn
 
 from liger_ops.linear import project

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from rewriting import after, function
+from support.models.rewriting import after, function
 from torch import nn
 from torch.nn import functional
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from checks import path_taken
-from language_models import tokens
-from patched_models import through_pickle
-from tiny_models import tiny
+from support.checks import path_taken
+from support.models.language_models import tokens
+from support.models.patched_models import through_pickle
+from support.models.tiny_models import tiny
 from torch import nn
 from transformers.activations import XIELUActivation
 

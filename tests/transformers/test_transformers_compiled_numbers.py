@@ -7,10 +7,10 @@ import functools
 
 import pytest
 import torch
-from language_models import step, tokens
-from lora_layers import with_adapters
-from patched_models import assert_as_exact, own_names
-from tiny_models import tiny
+from support.models.language_models import step, tokens
+from support.models.lora_layers import with_adapters
+from support.models.patched_models import assert_as_exact, own_names
+from support.models.tiny_models import tiny
 
 from liger_ops.transformers import apply_liger_kernel
 

@@ -4,10 +4,10 @@ import importlib
 
 import pytest
 import torch
-from checks import assert_no_worse, path_taken
-from language_models import tokens
-from patched_models import assert_as_exact
-from tiny_models import tiny
+from support.checks import assert_no_worse, path_taken
+from support.models.language_models import tokens
+from support.models.patched_models import assert_as_exact
+from support.models.tiny_models import tiny
 from torch import nn
 
 from liger_ops import functional as F

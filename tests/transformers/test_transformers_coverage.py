@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from language_models import ARCHITECTURES, known, make
-from patched_models import FUSED
-from tiny_models import TINY, tiny
+from support.models.language_models import ARCHITECTURES, known, make
+from support.models.patched_models import FUSED
+from support.models.tiny_models import TINY, tiny
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 

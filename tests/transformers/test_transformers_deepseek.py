@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 import torch
-from checks import path_taken
-from language_models import known, step, tokens
-from patched_models import assert_same_step
-from tiny_models import tiny
+from support.checks import path_taken
+from support.models.language_models import known, step, tokens
+from support.models.patched_models import assert_same_step
+from support.models.tiny_models import tiny
 from torch import nn
 
 from liger_ops import functional as F

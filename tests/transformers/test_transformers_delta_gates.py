@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checks import assert_no_worse, path_taken
-from language_models import step, tokens
-from patched_models import assert_same_step, calls_of
-from tiny_models import tiny
+from support.checks import assert_no_worse, path_taken
+from support.models.language_models import step, tokens
+from support.models.patched_models import assert_same_step, calls_of
+from support.models.tiny_models import tiny
 from torch.nn import functional
 
 from liger_ops.transformers import apply_liger_kernel, delta_rule

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from checks import output_of
-from language_models import SIZES, clone, step, tokens
-from patched_models import assert_same_step, wanted_by
-from tiny_models import tiny
+from support.checks import output_of
+from support.models.language_models import SIZES, clone, step, tokens
+from support.models.patched_models import assert_same_step, wanted_by
+from support.models.tiny_models import tiny
 
 from liger_ops import functional
 from liger_ops.transformers import apply_liger_kernel, experts, register_experts, unpatch

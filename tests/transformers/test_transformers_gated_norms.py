@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 import torch
-from checks import assert_no_worse, path_taken
-from language_models import known
+from support.checks import assert_no_worse, path_taken
+from support.models.language_models import known
 from torch import nn
 
 from liger_ops import functional as F

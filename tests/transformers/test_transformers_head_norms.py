@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-from language_models import make, nodes, step, tokens
-from patched_models import assert_same_step
+from support.models.language_models import make, nodes, step, tokens
+from support.models.patched_models import assert_same_step
 
 from liger_ops.transformers import apply_liger_kernel, head_norms, rewrite, unpatch
 

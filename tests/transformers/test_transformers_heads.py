@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from language_models import make, nodes, step, tokens
-from patched_models import FUSED, assert_same_step
-from solo_group import group_of_one
+from support.host.solo_group import group_of_one
+from support.models.language_models import make, nodes, step, tokens
+from support.models.patched_models import FUSED, assert_same_step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy

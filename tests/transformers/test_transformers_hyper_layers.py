@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from checks import assert_no_worse, path_taken
-from patched_models import assert_as_exact
-from rewriting import function
-from tiny_models import tiny
+from support.checks import assert_no_worse, path_taken
+from support.models.patched_models import assert_as_exact
+from support.models.rewriting import function
+from support.models.tiny_models import tiny
 from torch import nn
 
 from liger_ops.transformers import apply_liger_kernel, hyper_connections, hyper_layers, rewrite, unpatch

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from language_models import known, step, tokens
-from patched_models import assert_same_step
-from tiny_models import tiny
+from support.models.language_models import known, step, tokens
+from support.models.patched_models import assert_same_step
+from support.models.tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.transformers import apply_liger_kernel, latent_heads, rewrite

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from language_models import make, step, tokens
-from lora_layers import with_adapters
-from patched_models import through_pickle
+from support.models.language_models import make, step, tokens
+from support.models.lora_layers import with_adapters
+from support.models.patched_models import through_pickle
 from torch import nn
 from torch.nn import functional as nnf
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checks import ROOT
-from language_models import make, nodes, step, tokens
-from patched_models import FUSED, assert_as_exact, assert_same_logits, assert_same_step, patched
+from support.checks import ROOT
+from support.models.language_models import make, nodes, step, tokens
+from support.models.patched_models import FUSED, assert_as_exact, assert_same_logits, assert_same_step, patched
 from torch import Tensor, nn
 from torch.nn import functional as TF
 from transformers import LlamaForCausalLM

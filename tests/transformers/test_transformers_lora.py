@@ -8,14 +8,23 @@ from functools import partial
 
 import pytest
 import torch
-from checks import count_graphs
-from language_models import make, step, tokens, train
-from lora_bases import with_bases
-from lora_dropout import dropped
-from lora_layers import BASE, CALLS, LAYERS, assert_as_accurate, build, record_calls, results, with_adapters
-from lora_layers import lora_rows as rows_of
-from pairs import pairwise
-from patched_models import (
+from peft import PeftModel
+from support.checks import count_graphs
+from support.models.language_models import make, step, tokens, train
+from support.models.lora_bases import with_bases
+from support.models.lora_dropout import dropped
+from support.models.lora_layers import (
+    BASE,
+    CALLS,
+    LAYERS,
+    assert_as_accurate,
+    build,
+    record_calls,
+    results,
+    with_adapters,
+)
+from support.models.lora_layers import lora_rows as rows_of
+from support.models.patched_models import (
     assert_as_found,
     assert_same_logits,
     assert_same_step,
@@ -23,8 +32,17 @@ from patched_models import (
     logits_of,
     through_pickle,
 )
-from peft import PeftModel
-from peft_models import HEAD, KINDS, OPERATIONS, adapted_layers, gpt2, record, second_adapter, two_adapters
+from support.models.peft_models import (
+    HEAD,
+    KINDS,
+    OPERATIONS,
+    adapted_layers,
+    gpt2,
+    record,
+    second_adapter,
+    two_adapters,
+)
+from support.pairs import pairwise
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

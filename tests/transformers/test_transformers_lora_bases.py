@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from checks import assert_no_worse, gradients, roundings
-from lora_bases import BASES, OVER_CODES, Codes, adapt, with_bases
-from lora_layers import lora_rows, record_calls, taken
-from pairs import pairwise
+from support.checks import assert_no_worse, gradients, roundings
+from support.models.lora_bases import BASES, OVER_CODES, Codes, adapt, with_bases
+from support.models.lora_layers import lora_rows, record_calls, taken
+from support.pairs import pairwise
 from torch import nn
 from torch.nn import functional
 

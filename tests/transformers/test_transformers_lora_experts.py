@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from language_models import SIZES, step, tokens
-from patched_models import assert_same_logits, assert_same_step, logits_of, through_pickle, wanted_by
-from tiny_models import tiny
+from support.models.language_models import SIZES, step, tokens
+from support.models.patched_models import assert_same_logits, assert_same_step, logits_of, through_pickle, wanted_by
+from support.models.tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

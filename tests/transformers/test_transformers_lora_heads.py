@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from language_models import make, nodes, step, tokens
-from lora_layers import build, with_adapters
-from patched_models import FUSED, assert_same_logits, assert_same_step, through_pickle
-from peft_models import HEAD, record
+from support.models.language_models import make, nodes, step, tokens
+from support.models.lora_layers import build, with_adapters
+from support.models.patched_models import FUSED, assert_same_logits, assert_same_step, through_pickle
+from support.models.peft_models import HEAD, record
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
 

@@ -5,10 +5,19 @@ from contextlib import nullcontext
 import bitsandbytes
 import pytest
 import torch
-from language_models import make, step, tokens
-from lora_bases import replace_linears
-from lora_layers import CALLS, LAYERS, assert_as_accurate, lora_rows, record_calls, results, taken, with_adapters
-from peft_models import four_bits, in_four_bits
+from support.models.language_models import make, step, tokens
+from support.models.lora_bases import replace_linears
+from support.models.lora_layers import (
+    CALLS,
+    LAYERS,
+    assert_as_accurate,
+    lora_rows,
+    record_calls,
+    results,
+    taken,
+    with_adapters,
+)
+from support.models.peft_models import four_bits, in_four_bits
 from torch import nn
 
 from liger_ops.linear import peft

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from language_models import step, tokens
-from lora_layers import CALLS, LAYERS, LoraLinear, build, lora_rows, record_calls, taken
-from patched_models import assert_same_step
 from peft import LoraConfig, get_peft_model
+from support.models.language_models import step, tokens
+from support.models.lora_layers import CALLS, LAYERS, LoraLinear, build, lora_rows, record_calls, taken
+from support.models.patched_models import assert_same_step
 from torch import nn
 
 from liger_ops.linear import peft, project

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from language_models import make, nodes, step, tokens
-from patched_models import assert_same_step
-from tiny_models import tiny
+from support.models.language_models import make, nodes, step, tokens
+from support.models.patched_models import assert_same_step
+from support.models.tiny_models import tiny
 from torch import nn
 from transformers import GraniteMoeSharedConfig, LlamaConfig, Phi3Config
 

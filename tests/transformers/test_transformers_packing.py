@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from language_models import known, step, tokens
-from patched_models import assert_as_exact, assert_same_step, through_pickle
-from tiny_models import WITH_CONVOLUTIONS, tiny
+from support.models.language_models import known, step, tokens
+from support.models.patched_models import assert_as_exact, assert_same_step, through_pickle
+from support.models.tiny_models import WITH_CONVOLUTIONS, tiny
 
 from liger_ops import functional as F
 from liger_ops.transformers import SWITCHES, apply_liger_kernel, convolutions, packing, recurrences, unpatch

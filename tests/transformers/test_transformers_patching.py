@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import autocast_of_fake_gpus, output_of, run_forked
-from language_models import ARCHITECTURES, make, nodes, step, tokens
-from patched_models import FUSED, assert_same_step, patched, through_pickle
+from support.checks import autocast_of_fake_gpus, output_of, run_forked
+from support.models.language_models import ARCHITECTURES, make, nodes, step, tokens
+from support.models.patched_models import FUSED, assert_same_step, patched, through_pickle
 from torch import nn
 from torch.nn import functional as TF
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -434,7 +434,7 @@ loss = model(input_ids=ids, labels=ids).loss
 print(loss.item())
 import liger_ops.transformers
 print(liger_ops.transformers.apply_liger_kernel(model).rows == {[tuple(row) for row in report.rows]!r})
-from language_models import nodes
+from support.models.language_models import nodes
 print({FUSED!r} in nodes(loss))
 """
     loss, rows, fused = output_of(code).split()

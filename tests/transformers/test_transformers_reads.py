@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from language_models import make, step, tokens
-from patched_models import assert_same_step, calls_of
-from tiny_models import tiny
+from support.models.language_models import make, step, tokens
+from support.models.patched_models import assert_same_step, calls_of
+from support.models.tiny_models import tiny
 from torch import nn
 
 from benchmarks import changed_numbers

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from language_models import known, step, tokens
-from patched_models import assert_same_step, calls_of
-from tiny_models import tiny
+from support.models.language_models import known, step, tokens
+from support.models.patched_models import assert_same_step, calls_of
+from support.models.tiny_models import tiny
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, convolutions, split_convolutions

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-from checks import count_graphs, forked_output_of
-from language_models import make, nodes, step, tokens
-from patched_models import FUSED, assert_same_logits, assert_same_step
+from support.checks import count_graphs, forked_output_of
+from support.models.language_models import make, nodes, step, tokens
+from support.models.patched_models import FUSED, assert_same_logits, assert_same_step
 from torch import nn
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
@@ -234,7 +234,7 @@ DISTRIBUTED = """
 import gc, torch, torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as tp
-from language_models import make, nodes, step, tokens
+from support.models.language_models import make, nodes, step, tokens
 from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, rewrite
 

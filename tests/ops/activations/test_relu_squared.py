@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
-from pairs import sizes_by_device
+from support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
+from support.pairs import sizes_by_device
 from torch import Tensor
 
 relu_squared = torch.ops.liger.relu_squared

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, check_op, sizes_around_tiles
-from pairs import sizes_by_device
+from support.checks import CPU_DTYPES, HALF_TYPES, check_op, sizes_around_tiles
+from support.pairs import sizes_by_device
 from torch import Tensor, nn
 
 from liger_ops import functional as F

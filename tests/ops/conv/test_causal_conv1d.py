@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from causal_convolution import packed, reference
-from checks import CPU_DTYPES, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
-from pairs import pairwise, sizes_by_device
+from support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
+from support.oracles.causal_convolution import packed, reference
+from support.pairs import pairwise, sizes_by_device
 from torch.nn import functional
 
 conv = torch.ops.liger.causal_conv1d

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from allocations import allocations
-from causal_convolution import packed
-from causal_convolution import reference as convolved
-from checks import CPU_DTYPES, check_op, equal, gradients, like, path_taken
-from pairs import pairwise
+from support.checks import CPU_DTYPES, check_op, equal, gradients, like, path_taken
+from support.host.allocations import allocations
+from support.oracles.causal_convolution import packed
+from support.oracles.causal_convolution import reference as convolved
+from support.pairs import pairwise
 from torch.utils.checkpoint import checkpoint
 
 split = torch.ops.liger.causal_conv1d_split

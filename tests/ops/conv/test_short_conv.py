@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from causal_convolution import packed
-from causal_convolution import reference as convolved
-from checks import CPU_DTYPES, check_op, equal, gradients, path_taken
-from pairs import pairwise, sizes_by_device
+from support.checks import CPU_DTYPES, check_op, equal, gradients, path_taken
+from support.oracles.causal_convolution import packed
+from support.oracles.causal_convolution import reference as convolved
+from support.pairs import pairwise, sizes_by_device
 
 conv = torch.ops.liger.short_conv
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import (
+from support.checks import (
     CPU_DTYPES,
     assert_no_worse,
     check_deterministic,
@@ -16,7 +16,7 @@ from checks import (
     path_taken,
     served_by,
 )
-from pairs import pairwise, sizes_by_device
+from support.pairs import pairwise, sizes_by_device
 from torch import Tensor
 
 import liger_ops

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, path_taken, sizes_around_tiles
-from pairs import pairwise, sizes_by_device
+from support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, path_taken, sizes_around_tiles
+from support.pairs import pairwise, sizes_by_device
 from torch import Tensor
 from torch.nn import functional
 

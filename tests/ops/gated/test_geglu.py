@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gated import GatedTests
+from support.oracles.gated import GatedTests
 from torch import Tensor
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
-from pairs import sizes_by_device
+from support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
+from support.pairs import sizes_by_device
 from torch import Tensor
 
 sigmoid_gate = torch.ops.liger.sigmoid_gate

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import path_taken
-from gated import GatedTests
+from support.checks import path_taken
+from support.oracles.gated import GatedTests
 from torch import Tensor
 
 LIMIT = 0.75

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checks import CPU_DTYPES, check_op
-from pairs import sizes_by_device
+from support.checks import CPU_DTYPES, check_op
+from support.pairs import sizes_by_device
 from torch import Tensor
 
 hyper_pre = torch.ops.liger.hyper_pre

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from checks import (
+from support.checks import (
     CPU_DTYPES,
     check_op,
     run_python,
 )
-from fp8_recipes import RECIPES, fitting
-from pairs import pairwise
+from support.oracles.fp8_recipes import RECIPES, fitting
+from support.pairs import pairwise
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from checks import CPU_DTYPES, check_op
-from fp8_recipes import RECIPES, fitting
-from pairs import pairwise
+from support.checks import CPU_DTYPES, check_op
+from support.oracles.fp8_recipes import RECIPES, fitting
+from support.pairs import pairwise
 from torch import Tensor
 
 from liger_ops import functional as F

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from checks import assert_no_worse, has_hopper_kernels
-from pairs import pairwise
-from stub_cuda import LIBRARIES, ROOT
+from support.checks import assert_no_worse, has_hopper_kernels
+from support.host.stub_cuda import LIBRARIES, ROOT
+from support.pairs import pairwise
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -209,7 +209,7 @@ def multiply(tmp_path_factory):
 
     load(
         "multiply_on_cpu",
-        [str(ROOT / "tests/support/multiply_on_cpu.cpp")],
+        [str(ROOT / "tests/support/host/multiply_on_cpu.cpp")],
         extra_include_paths=[str(ROOT / "csrc")],
         extra_ldflags=[str(LIBRARIES / "libliger_runtime.so"), f"-Wl,-rpath,{LIBRARIES}"],
         build_directory=str(tmp_path_factory.mktemp("multiply_on_cpu")),

@@ -6,8 +6,8 @@ from collections import Counter
 from functools import partial
 
 import pytest
-import stub_cuda
-from stub_cuda import ROOT
+from support.host import stub_cuda
+from support.host.stub_cuda import ROOT
 
 from benchmarks import gemm
 from benchmarks.records import read

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, OPCHECKS, assert_no_worse, gradients, like, path_taken, roundings
-from lora_dropout import dropped, kept
-from pairs import pairwise
+from support.checks import CPU_DTYPES, HALF_TYPES, OPCHECKS, assert_no_worse, gradients, like, path_taken, roundings
+from support.models.lora_dropout import dropped, kept
+from support.pairs import pairwise
 from torch.nn import functional
 
 from liger_ops import functional as F

@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from checks import CPU_DTYPES, OPCHECKS, assert_no_worse, count_graphs, gradients, like, path_taken, roundings
-from lora_dropout import dropped
-from pairs import pairwise
+from support.checks import CPU_DTYPES, OPCHECKS, assert_no_worse, count_graphs, gradients, like, path_taken, roundings
+from support.models.lora_dropout import dropped
+from support.pairs import pairwise
 from torch.nn import functional
 
 from liger_ops.linear.adapters import low_rank_input, seeds_for

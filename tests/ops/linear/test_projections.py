@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import assert_no_worse, count_graphs
+from support.checks import assert_no_worse, count_graphs
 from torch import nn
 
 from liger_ops.linear import project as projections

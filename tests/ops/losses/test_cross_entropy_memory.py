@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as nnf
-from checks import check_second_backward
-from logits_losses import of_cross_entropy
+from support.checks import check_second_backward
+from support.oracles.logits_losses import of_cross_entropy
 
 from liger_ops.functional import cross_entropy, cross_entropy_, cross_entropy_with_metrics
 

@@ -2,11 +2,10 @@
 
 from functools import partial
 
-import linear_losses
 import pytest
 import torch
 import torch.nn.functional as nnf
-from checks import (
+from support.checks import (
     CPU_DTYPES,
     HALF_TYPES,
     assert_no_worse,
@@ -18,8 +17,19 @@ from checks import (
     path_taken,
     roundings,
 )
-from linear_losses import BITS, CE_OPTIONS, budget_for, check, head, of_cross_entropy, plan, plan_of, small_budget
-from pairs import pairwise
+from support.oracles import linear_losses
+from support.oracles.linear_losses import (
+    BITS,
+    CE_OPTIONS,
+    budget_for,
+    check,
+    head,
+    of_cross_entropy,
+    plan,
+    plan_of,
+    small_budget,
+)
+from support.pairs import pairwise
 
 from liger_ops import functional as F
 from liger_ops.nn import FusedLinearCrossEntropyLoss

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import check_no_synchronization, check_replays, gradients, has_hopper_kernels, output_of, path_taken
-from linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
+from support.checks import check_no_synchronization, check_replays, gradients, has_hopper_kernels, output_of, path_taken
+from support.oracles.linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
 from torch.nn import functional as nnf
 
 import liger_ops

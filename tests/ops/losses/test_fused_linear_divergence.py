@@ -2,13 +2,13 @@
 
 import math
 
-import linear_losses
 import pytest
 import torch
 import torch.nn.functional as nnf
-from checks import HALF_TYPES, assert_no_worse, gradients, like
-from linear_losses import least_budget, logit_error, of_divergence, relative
-from pairs import pairwise
+from support.checks import HALF_TYPES, assert_no_worse, gradients, like
+from support.oracles import linear_losses
+from support.oracles.linear_losses import least_budget, logit_error, of_divergence, relative
+from support.pairs import pairwise
 from torch import Tensor
 
 from liger_ops import functional as F

@@ -2,12 +2,12 @@
 
 import math
 
-import linear_losses
 import pytest
 import torch
-from checks import CPU_DTYPES, assert_no_worse, like
-from linear_losses import check, least_budget, of_log_probs
-from pairs import pairwise
+from support.checks import CPU_DTYPES, assert_no_worse, like
+from support.oracles import linear_losses
+from support.oracles.linear_losses import check, least_budget, of_log_probs
+from support.pairs import pairwise
 
 from liger_ops import functional as F
 

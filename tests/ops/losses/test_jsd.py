@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from divergences import noise  # noqa: F401
-from logits_losses import PLAIN
+from support.oracles.divergences import noise  # noqa: F401
+from support.oracles.logits_losses import PLAIN
 
 from liger_ops.functional import jsd
 

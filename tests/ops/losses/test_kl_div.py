@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as nnf
-from divergences import noise  # noqa: F401
-from logits_losses import of_divergence
+from support.oracles.divergences import noise  # noqa: F401
+from support.oracles.logits_losses import of_divergence
 
 from liger_ops.functional import kl_div
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from allocations import peak_memory
-from checks import (
+from support.checks import (
     CPU_DTYPES,
     check_deterministic,
     check_no_double_backward,
@@ -17,7 +16,9 @@ from checks import (
     gradients,
     like,
 )
-from linear_losses import (
+from support.host.allocations import peak_memory
+from support.host.solo_group import solo_group
+from support.oracles.linear_losses import (
     CROSS_ENTROPY,
     DIVERGENCE,
     LOG_PROBS,
@@ -26,8 +27,7 @@ from linear_losses import (
     least_budget,
     small_budget,
 )
-from pairs import pairs_of, pairwise
-from solo_group import solo_group
+from support.pairs import pairs_of, pairwise
 
 from liger_ops import functional as F
 from liger_ops import nn

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from logits_losses import of_log_probs
+from support.oracles.logits_losses import of_log_probs
 
 from liger_ops.functional import log_probs
 

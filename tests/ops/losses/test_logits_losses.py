@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from checks import CPU_DTYPES
-from logits_losses import (
+from support.checks import CPU_DTYPES
+from support.oracles.logits_losses import (
     CHOICES,
     CROSS_ENTROPY,
     DIVERGENCES,
@@ -17,7 +17,7 @@ from logits_losses import (
     PLAIN,
     check,
 )
-from pairs import pairs_of, pairwise
+from support.pairs import pairs_of, pairwise
 from torch import Tensor
 
 from liger_ops import functional as F

@@ -1,7 +1,7 @@
 """tvd: what test_logits_losses.py does not cover."""
 
 import torch
-from divergences import noise  # noqa: F401
+from support.oracles.divergences import noise  # noqa: F401
 
 from liger_ops.functional import tvd
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from checks import (
+from hypothesis import strategies as st
+from support.checks import (
     CPU_DTYPES,
     check_no_synchronization,
     check_op,
@@ -10,9 +11,8 @@ from checks import (
     gradients,
     has_hopper_kernels,
 )
-from expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
-from hypothesis import strategies as st
-from pairs import pairwise
+from support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
+from support.pairs import pairwise
 from torch import Tensor
 
 from liger_ops.reference.moe_experts import moe_experts as declared

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from allocations import largest_allocation
-from checks import CPU_DTYPES, check_no_synchronization, check_op, check_replays, equal, gradients
-from expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs
-from pairs import pairwise
+from support.checks import CPU_DTYPES, check_no_synchronization, check_op, check_replays, equal, gradients
+from support.host.allocations import largest_allocation
+from support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs
+from support.pairs import pairwise
 
 from liger_ops.reference.moe_experts import moe_experts as declared
 from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from checks import (
+from support.checks import (
     CPU_DTYPES,
     assert_no_worse,
     gradients,
@@ -12,7 +12,7 @@ from checks import (
     path_taken,
     roundings,
 )
-from pairs import pairwise, sizes_by_device
+from support.pairs import pairwise, sizes_by_device
 
 from liger_ops import functional as F
 

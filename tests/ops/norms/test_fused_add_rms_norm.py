@@ -1,12 +1,12 @@
 """fused_add_rms_norm: its second result, and gradients that meet. test_norms.py has what all norms do, test_rms_norm.py
 the options."""
 
-import normalization
 import pytest
 import torch
-from checks import CPU_DTYPES, check_op, equal, path_taken
-from normalization import make
-from pairs import sizes_by_device
+from support.checks import CPU_DTYPES, check_op, equal, path_taken
+from support.oracles import normalization
+from support.oracles.normalization import make
+from support.pairs import sizes_by_device
 
 from liger_ops import functional
 

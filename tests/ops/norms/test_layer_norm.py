@@ -1,11 +1,11 @@
 """layer_norm: its optional parameters and its statistics. test_norms.py has what all norms do."""
 
-import normalization
 import pytest
 import torch
-from checks import CPU_DTYPES
-from normalization import check, make
-from pairs import pairwise
+from support.checks import CPU_DTYPES
+from support.oracles import normalization
+from support.oracles.normalization import check, make
+from support.pairs import pairwise
 
 layer_norm = torch.ops.liger.layer_norm
 PRESENT = {"weight and bias": (True, True), "weight": (True, False), "bias": (False, True), "neither": (False, False)}

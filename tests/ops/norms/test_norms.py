@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from checks import (
+from support.calls import outputs
+from support.checks import (
     CPU_DTYPES,
     ROWS_AND_PARAMETERS,
     assert_no_worse,
@@ -10,9 +11,8 @@ from checks import (
     path_taken,
     sizes_around_tiles,
 )
-from models import outputs
-from normalization import NORMS, check, make
-from pairs import sizes_by_device
+from support.oracles.normalization import NORMS, check, make
+from support.pairs import sizes_by_device
 
 from liger_ops.reference import operators
 

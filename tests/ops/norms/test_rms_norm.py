@@ -1,10 +1,10 @@
 """rms_norm: its options, which fused_add_rms_norm has too. test_norms.py has what all norms do."""
 
-import normalization
 import torch
-from checks import CPU_DTYPES
-from normalization import check, make
-from pairs import pairwise
+from support.checks import CPU_DTYPES
+from support.oracles import normalization
+from support.oracles.normalization import check, make
+from support.pairs import pairwise
 
 
 @pairwise(

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from checks import CPU_DTYPES, check_op, gradients
 from hypothesis import strategies as st
-from normalization import check, make
-from normalization import gated_terms as terms
-from pairs import pairwise, sizes_by_device
+from support.checks import CPU_DTYPES, check_op, gradients
+from support.oracles.normalization import check, make
+from support.oracles.normalization import gated_terms as terms
+from support.pairs import pairwise, sizes_by_device
 
 from liger_ops import functional
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from quantizers import check
+from support.oracles.quantizers import check
 
 from liger_ops import functional as F
 from liger_ops.reference.quantize_blocks import BLOCKS, for_each

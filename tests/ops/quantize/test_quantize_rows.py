@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from checks import HALF_TYPES
-from quantised import as_bits
-from quantizers import assert_same_bits, check
+from support.checks import HALF_TYPES
+from support.models.quantised import as_bits
+from support.oracles.quantizers import assert_same_bits, check
 
 from liger_ops import functional as F
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from checks import CPU_DTYPES, LAYOUTS, OPCHECKS, path_taken, sizes_around_tiles
-from pairs import pairwise, sizes_by_device
-from quantizers import QUANTIZERS, assert_same_bits, check
+from support.checks import CPU_DTYPES, LAYOUTS, OPCHECKS, path_taken, sizes_around_tiles
+from support.oracles.quantizers import QUANTIZERS, assert_same_bits, check
+from support.pairs import pairwise, sizes_by_device
 
 each = pytest.mark.parametrize("name", QUANTIZERS)
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, ROWS_AND_PARAMETERS
 from hypothesis import strategies as st
-from pairs import pairwise
-from rotations import check, make
+from support.checks import CPU_DTYPES, HALF_TYPES, ROWS_AND_PARAMETERS
+from support.oracles.rotations import check, make
+from support.pairs import pairwise
 
 NAME = "qk_norm_rope"
 qk_norm_rope = torch.ops.liger.qk_norm_rope

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checks import CPU_DTYPES, check_op, equal
 from hypothesis import strategies as st
-from pairs import pairwise, sizes_by_device
-from rotations import angles, check, make, reference
+from support.checks import CPU_DTYPES, check_op, equal
+from support.oracles.rotations import angles, check, make, reference
+from support.pairs import pairwise, sizes_by_device
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
 WAYS = {

@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from checks import CPU_DTYPES, ROWS_AND_PARAMETERS, assert_no_worse, check_results, path_taken, sizes_around_tiles
-from pairs import pairwise, sizes_by_device
-from rotations import FORMULAS, angles, check, make
-from rows import Bound, contiguous, of_temporaries
+from support.checks import (
+    CPU_DTYPES,
+    ROWS_AND_PARAMETERS,
+    assert_no_worse,
+    check_results,
+    path_taken,
+    sizes_around_tiles,
+)
+from support.oracles.rotations import FORMULAS, angles, check, make
+from support.pairs import pairwise, sizes_by_device
+from support.rows import Bound, contiguous, of_temporaries
 
 OPERATORS = {name: getattr(torch.ops.liger, name) for name in FORMULAS}
 each = pytest.mark.parametrize("name", OPERATORS)

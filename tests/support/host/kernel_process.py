@@ -20,7 +20,7 @@ SUPPORT = Path(__file__).parent
 
 class Process:
     def __init__(self) -> None:
-        from checks import environment_of_tree
+        from support.checks import environment_of_tree
 
         self.connection, theirs = Pipe()
         environment = environment_of_tree(TRITON_INTERPRET="1", LIGER_OPS_INTERPRET="1")
@@ -66,7 +66,8 @@ class Pointer:
 def tracker() -> ctypes.CDLL:
     """Built once, in build/."""
     import torch
-    from checks import ROOT
+
+    from support.checks import ROOT
 
     source, library = SUPPORT / "tracked_memory.cpp", ROOT / "build" / f"tracked_memory-{torch.__version__}.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
@@ -94,10 +95,10 @@ def kernels_launched() -> set[str]:
 
 
 def run_kernel(name: str, index: int, grid: tuple[int, int, int], arguments: int) -> None:
-    import interpreter
     import torch
 
     import liger_ops.kernels as tables
+    from support.host import interpreter
 
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     dtypes |= {"i8": torch.int8, "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64}
@@ -162,8 +163,9 @@ def runtime() -> ModuleType:
 
 
 def serve(connection: Connection) -> None:
-    import interpreter
     import torch
+
+    from support.host import interpreter
 
     interpreter.install()
     tracker().track_memory()
@@ -181,5 +183,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["kernel_process"] = sys.modules["__main__"]
+    sys.modules["support.host.kernel_process"] = sys.modules["__main__"]
     serve(Connection(int(sys.argv[1])))

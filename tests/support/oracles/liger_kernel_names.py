@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LIST = Path(__file__).parents[1] / "compat/liger_kernel_names.txt"
+LIST = Path(__file__).parents[2] / "compat/liger_kernel_names.txt"
 HEADER = """\
 # The public functions and classes of liger_kernel 0.8.5: with their parameters where liger_ops.compat serves them,
 # without where it refuses them. Not listed: backends for one kind of hardware, helpers whose name begins with _.

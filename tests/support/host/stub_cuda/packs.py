@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 PACKS = ROOT / "build" / "test-packs"
 # Importing the package would import torch, which must not load the stub driver.
 spec = importlib.util.spec_from_file_location("archs", ROOT / "liger_ops" / "aot" / "archs.py")

@@ -6,21 +6,13 @@ B (batch) and S (sequence) vary between calls.
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from solo_group import SOLO, solo_group
-from stub_cuda import scratch
 from torch import Tensor, nn
 
-import liger_ops
 from liger_ops.reference import Operator, operators
 from liger_ops.reference._calls import (
     Shapes,
@@ -31,6 +23,7 @@ from liger_ops.reference._calls import (
     required_options,
     shapes_of,
 )
+from support.host.solo_group import SOLO, solo_group
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 WIDTH, VOCABULARY, SIZE = 16, 24, 8
@@ -238,42 +231,3 @@ def inputs_of(
 
 def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def run(*command: Any) -> str:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def configure_cpp(source: Path, target: Path) -> subprocess.CompletedProcess:
-    """Runs CMake on a project that finds torch and this package."""
-    prefixes = f"{torch.utils.cmake_prefix_path};{Path(liger_ops.__file__).parent}"
-    command = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(target), f"-DCMAKE_PREFIX_PATH={prefixes}"]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-@cache
-def cpp_program(name: str) -> Path:
-    """Builds a program of examples/cpp once and returns its path."""
-    folder = scratch() / "cpp"
-    done = configure_cpp(EXAMPLE, folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run("cmake", "--build", folder, "--target", name)
-    return folder / name
-
-
-def libraries_of(program: Path) -> set[str]:
-    """Names, without versions, of the shared libraries that a program loads at startup."""
-    return {line.split()[0].split(".so")[0] for line in run("ldd", program).splitlines()}
-
-
-def example() -> ModuleType:
-    """The model of examples/cpp."""
-    path = EXAMPLE / "model.py"
-    spec = importlib.util.spec_from_file_location("example_model", path)
-    module = importlib.util.module_from_spec(spec)
-    # torch.export in strict mode looks the module up here.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -16,13 +16,13 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from liger_kernel_names import LIST
 
 import liger_ops.compat
 from liger_ops import functional as F
 from liger_ops.compat import missing, modules
 from liger_ops.compat.names import SERVED_VERSION
 from liger_ops.reference import operators
+from support.oracles.liger_kernel_names import LIST
 
 INTRODUCTION = f"""\
 # From liger-kernel

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from checks import assert_most_digits, gradients, like
 from torch import Tensor
+
+from support.checks import assert_most_digits, gradients, like
 
 B, S, WIDTH, CLASSES = 4, 7, 16, 37
 

@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 
 import torch
-from language_models import clone, make, step, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops._accuracy import Roundings, rounded
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from support.models.language_models import clone, make, step, tokens
 
 FUSED = "fused_linear_cross_entropy"
 # Of roundings of all parameters.

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from checks import check_op
 from torch import Tensor
 
 from liger_ops._accuracy import compute_dtype
 from liger_ops.reference import operators
+from support.checks import check_op
 
 
 @torch.no_grad()

@@ -5,15 +5,15 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
-from checks import assert_no_worse
-from language_models import make, step
-from patched_models import logits_of
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 
 from liger_ops._accuracy import Roundings, rounded
 from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel
+from support.checks import assert_no_worse
+from support.models.language_models import make, step
+from support.models.patched_models import logits_of
 
 # Projections in one call: q, k and v; o; gate and up; down.
 CALLS = [3, 1, 2, 1]

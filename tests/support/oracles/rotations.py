@@ -1,10 +1,10 @@
 """Calls of rope and qk_norm_rope, and their formulas as models write them."""
 
 import torch
-from checks import check_op
 from torch import Tensor
 
 from liger_ops import functional
+from support.checks import check_op
 
 
 def rotate(x: Tensor, interleaved: bool) -> Tensor:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from quantised import as_bits
 from torch import Tensor
 
 from liger_ops import functional as F
 from liger_ops.reference.quantize_blocks import BLOCKS
+from support.models.quantised import as_bits
 
 # Operator and options.
 QUANTIZERS = {name: (getattr(F, name), {}) for name in ("quantize_rows", "quantize_columns", "quantize_both")}

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import Fork
+
+from support.host.fork_server import Fork
 
 # What cases import, loaded once in the server.
 IMPORTS = (
@@ -87,9 +88,7 @@ def error_of(
 class Group:
     def __init__(self, cases: ModuleType, processes: int, device: str) -> None:
         self.cases, self.folder = cases, tempfile.TemporaryDirectory()
-        code = (
-            f"import process_group\nprocess_group.answer(channel, {cases.__file__!r}, {self.folder.name!r}, {device!r})"
-        )
+        code = f"from support.host import process_group\nprocess_group.answer(channel, {cases.__file__!r}, {self.folder.name!r}, {device!r})"
         self.logs = [Path(self.folder.name, f"{rank}.log") for rank in range(processes)]
         self.ranks = []
         for rank, path in enumerate(self.logs):

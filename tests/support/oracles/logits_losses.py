@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import divergences
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
 from torch import Tensor
 
 from liger_ops import functional as F
+from support.checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
+from support.oracles import divergences
 
 Call = tuple[dict[str, Tensor | None], dict[str, Any]]  # tensors and options
 INDEX_TYPES = [torch.int64, torch.int32]

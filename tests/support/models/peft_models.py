@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import bitsandbytes
 import pytest
 import torch
-from language_models import make
-from lora_bases import adapt, replace_linears, with_bases
-from lora_layers import BASE, CALLS, LAYERS, build, record_calls, with_adapters
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_ops.linear import peft
 from liger_ops.transformers import apply_liger_kernel, deferred
+from support.models.language_models import make
+from support.models.lora_bases import adapt, replace_linears, with_bases
+from support.models.lora_layers import BASE, CALLS, LAYERS, build, record_calls, with_adapters
 
 HEAD = ["lm_head"]
 

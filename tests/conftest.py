@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.checks import has_hopper_kernels
-from support.host import kernel_process
-from support.host.stub_cuda import packs as stub_cuda_packs
 
 import liger_ops
 from liger_ops import compat
 from liger_ops.linear import project
+from tests.support.checks import has_hopper_kernels
+from tests.support.host import kernel_process
+from tests.support.host.stub_cuda import packs as stub_cuda_packs
 
 # For the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -19,8 +19,8 @@ from pathlib import Path
 import pybind11
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-from support.host.stub_cuda.sanitizers import KINDS, folder_of  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from tests.support.host.stub_cuda.sanitizers import KINDS, folder_of  # noqa: E402
 
 CSRC = ROOT / "csrc"
 FLAGS = (

@@ -12,9 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib.image import imread
-from support.checks import environment_of_tree, output_of
-from support.host import stub_cuda
-from support.host.stub_cuda import ROOT
 
 from benchmarks import __main__ as main
 from benchmarks import (
@@ -38,6 +35,9 @@ from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
 from benchmarks.providers import PROVIDERS, discover
 from liger_ops.kernels import find
+from tests.support.checks import environment_of_tree, output_of
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import ROOT
 
 
 def run_benchmarks(*arguments):

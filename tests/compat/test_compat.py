@@ -5,14 +5,14 @@ import warnings
 
 import pytest
 import torch
-from support.checks import equal, forked_output_of, run_forked, run_python
-from support.models.language_models import SIZES, make, nodes, step, tokens
 from torch import nn
 from torch.nn import functional as TF
 
 import liger_ops.compat as compat
 from liger_ops import functional as F
 from liger_ops.compat import run
+from tests.support.checks import equal, forked_output_of, run_forked, run_python
+from tests.support.models.language_models import SIZES, make, nodes, step, tokens
 
 
 def test_names_exist_only_while_installed():
@@ -275,12 +275,12 @@ runpy.run_module("liger_ops", run_name="__main__")
 def test_a_script_is_run_with_the_package_served(form, tmp_path):
     """Trainer's users on a command line need not change their script."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("from support.models.language_models import make")
+    (tmp_path / "beside.py").write_text("from tests.support.models.language_models import make")
     arguments = [str(tmp_path / "train.py")] if form == "script" else ["-m", "train"]
     code = f"import sys; sys.path.append({str(tmp_path)!r})\n" * (form == "module") + RUN.format(
         arguments=arguments, folder=str(tmp_path)
     )
-    done = run_forked(code, ["language_models"])
+    done = run_forked(code, ["tests.support.models.language_models"])
     assert (done.returncode, done.stdout) == (0, "True __main__ ['--use_liger_kernel']\n"), done.stderr
     assert "liger_ops on llama\nkind " in done.stderr
 
@@ -334,7 +334,7 @@ def test_patching_only_the_loss_does_not_warn(liger_kernel_served):
 
 TRAINER = """
 import sys, torch, liger_ops
-from support.models.language_models import make, tokens
+from tests.support.models.language_models import make, tokens
 import liger_ops.compat
 liger_ops.compat.install()
 from transformers import Trainer, TrainingArguments
@@ -357,7 +357,7 @@ print("same")
 
 def test_trainer_uses_the_package(tmp_path):
     code = f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER
-    assert forked_output_of(code, ["language_models"]).endswith("same\n")
+    assert forked_output_of(code, ["tests.support.models.language_models"]).endswith("same\n")
 
 
 def test_what_is_built_from_the_table_behaves_as_written_by_hand(liger_kernel_served):

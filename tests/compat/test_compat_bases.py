@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from support.checks import assert_most_digits
-from support.oracles.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 from torch.nn import functional as TF
+
+from tests.support.checks import assert_most_digits
+from tests.support.oracles.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 N = B * S

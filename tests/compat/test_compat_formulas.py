@@ -5,7 +5,10 @@ import re
 
 import pytest
 import torch
-from support.checks import (
+from torch import nn
+from torch.nn import functional as TF
+
+from tests.support.checks import (
     HALF_TYPES,
     assert_as_the_formula,
     assert_no_worse,
@@ -17,8 +20,6 @@ from support.checks import (
     like,
     roundings,
 )
-from torch import nn
-from torch.nn import functional as TF
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 # ---- The formulas, as papers write them

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.checks import check_results, equal, gradients
 
 from liger_ops import functional as F
+from tests.support.checks import check_results, equal, gradients
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.checks import assert_no_worse, equal
-from support.models.language_models import SIZES
 from torch import nn
 from torch.nn import functional as TF
 
 from liger_ops import functional as F
+from tests.support.checks import assert_no_worse, equal
+from tests.support.models.language_models import SIZES
 
 
 def agrees(ours, theirs, *inputs):

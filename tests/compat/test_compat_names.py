@@ -10,13 +10,13 @@ import zipfile
 
 import pytest
 import torch
-from support.checks import ROOT
-from support.oracles import from_liger_kernel
-from support.oracles.from_liger_kernel import path_of
-from support.oracles.liger_kernel_names import LIST, Names, modules_of
 
 from liger_ops.compat import missing
 from liger_ops.compat.modules import MODULES
+from tests.support.checks import ROOT
+from tests.support.oracles import from_liger_kernel
+from tests.support.oracles.from_liger_kernel import path_of
+from tests.support.oracles.liger_kernel_names import LIST, Names, modules_of
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 LINES = [line for line in LIST.read_text().splitlines() if line[0] != "#"]
@@ -171,7 +171,7 @@ page = functools.cache(from_liger_kernel.page)
 
 
 def test_the_page_is_up_to_date():
-    """After a change: PYTHONPATH=tests python -m support.oracles.from_liger_kernel docs/from-liger-kernel.md"""
+    """After a change: python -m tests.support.oracles.from_liger_kernel docs/from-liger-kernel.md"""
     assert (ROOT / "docs/from-liger-kernel.md").read_text() == page()
     assert not [line for line in page().splitlines() if len(line) > 120 and line[0] != "|"]
 

@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 import torch
-from support.checks import ROOT, assert_no_worse, like, roundings
-from support.oracles import from_liger_kernel
-from support.oracles.liger_kernel_calls import activations, norms, rotations
-from support.oracles.liger_kernel_losses import V, cross_entropies, divergences, preferences
 
 from liger_ops._accuracy import gradients
+from tests.support.checks import ROOT, assert_no_worse, like, roundings
+from tests.support.oracles import from_liger_kernel
+from tests.support.oracles.liger_kernel_calls import activations, norms, rotations
+from tests.support.oracles.liger_kernel_losses import V, cross_entropies, divergences, preferences
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 FAMILIES = (norms, activations, rotations, cross_entropies, divergences, preferences)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, check_row, randn, spread
-from support.calls import ROWS, Row
-from support.calls import row as row_of
-from support.pairs import pairs_of
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from liger_ops import functional as F
+from tests.support.calls import ROWS, Row
+from tests.support.calls import row as row_of
+from tests.support.pairs import pairs_of
 
 CASES = DTensorCases()
 case = CASES.case

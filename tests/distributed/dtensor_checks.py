@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.calls import Row
-from support.host.process_group import Cases
-from support.rows import bind
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.support.calls import Row
+from tests.support.host.process_group import Cases
+from tests.support.rows import bind
 
 R, SUM = Replicate(), Partial("sum")
 GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sharded_cases import saved, whole
-from support.host.process_group import Cases
-from support.models.language_models import clone, make, nodes, step, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from liger_ops.transformers import apply_liger_kernel, register_experts, unpatch
+from tests.support.host.process_group import Cases
+from tests.support.models.language_models import clone, make, nodes, step, tokens
 
 NAME = "qwen3_moe"
 CASES = Cases()

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.host.process_group import Cases
+
+from tests.support.host.process_group import Cases
 
 CASES = Cases()
 

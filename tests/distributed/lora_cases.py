@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from sharded_cases import BF16, after_two_steps, as_large_models, assert_same, batch, enable_checkpoints, error, step
-from support.host.process_group import Cases
-from support.models.language_models import nodes
-from support.models.lora_layers import build
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from liger_ops.transformers import apply_liger_kernel
+from tests.support.host.process_group import Cases
+from tests.support.models.language_models import nodes
+from tests.support.models.lora_layers import build
 
 CASES = Cases(prepare=as_large_models)
 case = CASES.named

@@ -11,9 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sharded_cases import saved, whole
-from support.host.process_group import Cases
-from support.models.language_models import make as make_tied
-from support.models.language_models import nodes, tokens
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
@@ -32,6 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_ops import functional
 from liger_ops.transformers import apply_liger_kernel
 from liger_ops.transformers.heads import loss_operator
+from tests.support.host.process_group import Cases
+from tests.support.models.language_models import make as make_tied
+from tests.support.models.language_models import nodes, tokens
 
 MODELS = ("llama", "qwen3", "gemma3_text")
 BATCH, LENGTH, STEPS = 4, 16, 2

@@ -16,9 +16,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.checks import count_graphs
-from support.host.process_group import Cases
-from support.models.language_models import make, nodes, tokens
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -26,6 +23,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
 from liger_ops.transformers.coverage import NO_OPERATOR
+from tests.support.checks import count_graphs
+from tests.support.host.process_group import Cases
+from tests.support.models.language_models import make, nodes, tokens
 
 FUSED = "fused_linear_cross_entropy"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

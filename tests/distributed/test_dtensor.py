@@ -4,8 +4,9 @@ import dtensor_cases
 import dtensor_expert_cases
 import dtensor_loss_cases
 import pytest
-from support.checks import output_of
-from support.host.process_group import run_case
+
+from tests.support.checks import output_of
+from tests.support.host.process_group import run_case
 
 
 @pytest.mark.parametrize("case", dtensor_cases.CASES.parameters())

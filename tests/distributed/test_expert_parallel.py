@@ -4,8 +4,9 @@ import inspect
 
 import expert_parallel_cases
 import pytest
-from support.host.process_group import run_case
 from transformers.distributed import DistributedConfig
+
+from tests.support.host.process_group import run_case
 
 if "ep_size" not in inspect.signature(DistributedConfig).parameters:
     pytest.skip("this transformers has no ep_size", allow_module_level=True)

@@ -3,7 +3,8 @@ parallelism, and FSDP2 with tensor parallelism. FSDP2 alone is in test_sharded.p
 
 import parallel_cases
 import pytest
-from support.host.process_group import run_case
+
+from tests.support.host.process_group import run_case
 
 
 @pytest.mark.parametrize("case", parallel_cases.CASES.parameters())

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import group_cases
 import pytest
-from support.checks import forked_output_of, output_of, run_forked
-from support.host import process_group
-from support.host.fork_server import Fork
-from support.host.process_group import error_of, run_case
 from torch._inductor import config
+
+from tests.support.checks import forked_output_of, output_of, run_forked
+from tests.support.host import process_group
+from tests.support.host.fork_server import Fork
+from tests.support.host.process_group import error_of, run_case
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,8 @@
 import lora_cases
 import pytest
 import sharded_cases
-from support.host.process_group import run_case
+
+from tests.support.host.process_group import run_case
 
 
 @pytest.mark.parametrize("case", sharded_cases.CASES.parameters())

@@ -2,8 +2,9 @@
 
 import pytest
 import vocab_parallel_cases as cases
-from support.host.process_group import run_case
 from torch.cuda import device_count
+
+from tests.support.host.process_group import run_case
 
 
 @pytest.mark.parametrize("case", cases.CASES.parameters(cases.ON_CPU))

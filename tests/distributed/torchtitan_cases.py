@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.host.process_group import Cases
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.support.host.process_group import Cases
 
 CASES = Cases()
 case = CASES.named

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.checks import assert_no_worse
-from support.host.process_group import Cases
-from support.oracles import linear_losses, logits_losses
-from support.pairs import pairs_of
 from torch import Tensor
 
 from liger_ops import functional as F
 from liger_ops._accuracy import Roundings, rounded
+from tests.support.checks import assert_no_worse
+from tests.support.host.process_group import Cases
+from tests.support.oracles import linear_losses, logits_losses
+from tests.support.pairs import pairs_of
 
 CASES = Cases()
 LOG_PROBS, DIVERGENCE = "fused_linear_log_probs", "fused_linear_divergence"

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from support.checks import environment_of_tree, served_by
 
 from liger_ops import demo
+from tests.support.checks import environment_of_tree, served_by
 
 
 def run_demo(*arguments):

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import prose
-from support.checks import ROOT, environment_of_tree, run_forked
+
+from tests.support import prose
+from tests.support.checks import ROOT, environment_of_tree, run_forked
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "benchmarks/results").glob("*.md"))]

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from support.checks import environment_of_tree
-from support.host.stub_cuda import ROOT
+
+from tests.support.checks import environment_of_tree
+from tests.support.host.stub_cuda import ROOT
 
 EXAMPLES = ROOT / "examples"
 

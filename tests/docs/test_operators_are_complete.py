@@ -7,10 +7,10 @@ import dtensor_expert_cases
 import dtensor_loss_cases
 import pytest
 import torch
-from support.checks import ROOT
 
 from liger_ops.aot import operators_page
 from liger_ops.reference import operators
+from tests.support.checks import ROOT
 
 PUBLIC = [name for name, operator in operators().items() if not operator.alias_of]
 

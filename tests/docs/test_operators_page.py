@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from support.checks import ROOT, output_of
 from torch import Tensor
 
 from liger_ops.aot import operators_page
 from liger_ops.reference import _operator, operators
 from liger_ops.reference._documentation import documentation
+from tests.support.checks import ROOT, output_of
 
 
 def test_the_page_is_up_to_date():

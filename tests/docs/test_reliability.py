@@ -3,7 +3,7 @@
 import ast
 import re
 
-from support.checks import ROOT
+from tests.support.checks import ROOT
 
 PAGE = (ROOT / "docs/reliability.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))

@@ -6,9 +6,9 @@ import sys
 import types
 
 import pytest
-from support.checks import ROOT
 
 import liger_ops
+from tests.support.checks import ROOT
 
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 NAVIGATION = re.findall(r"([\w/-]+\.md)$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)

@@ -2,7 +2,8 @@
 
 import pytest
 import torchtitan_cases
-from support.host.process_group import run_case
+
+from tests.support.host.process_group import run_case
 
 pytestmark = pytest.mark.torchtitan
 

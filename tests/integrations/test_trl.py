@@ -5,10 +5,10 @@ With `-s`, the trainings print their time and the process's peak memory.
 
 import pytest
 import torch
-from support.checks import assert_no_worse
 
 from benchmarks.trl_trainers import SIZES, TRAINERS, save_model, train
 from liger_ops import functional as F
+from tests.support.checks import assert_no_worse
 
 pytestmark = pytest.mark.trl
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from support.checks import assert_no_worse
-from support.host.solo_group import solo_group
+
+from tests.support.checks import assert_no_worse
+from tests.support.host.solo_group import solo_group
 
 pytestmark = pytest.mark.verl
 

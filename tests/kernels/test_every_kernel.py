@@ -8,12 +8,18 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row
-from support.checks import ROOT
-from support.host import kernel_process
-from support.host.solo_group import SOLO
-from support.kernel_calls import CASES
-from support.rows import (
+from torch import Tensor
+
+import liger_ops.kernels as tables
+from liger_ops import functional as F
+from liger_ops.aot.codegen import operators_of
+from liger_ops.kernels.moe import moe_router
+from tests.support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row
+from tests.support.checks import ROOT
+from tests.support.host import kernel_process
+from tests.support.host.solo_group import SOLO
+from tests.support.kernel_calls import CASES
+from tests.support.rows import (
     NAME_OF,
     Bound,
     Change,
@@ -24,12 +30,6 @@ from support.rows import (
     of_temporaries,
     slopes_of,
 )
-from torch import Tensor
-
-import liger_ops.kernels as tables
-from liger_ops import functional as F
-from liger_ops.aot.codegen import operators_of
-from liger_ops.kernels.moe import moe_router
 
 # The gradient of an embedding needs kernels if many tokens share a row.
 WITHOUT = ("embedding",)

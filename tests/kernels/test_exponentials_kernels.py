@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pairs import pairs_of
 
 import liger_ops.kernels as tables
 from liger_ops.kernels.losses import _flags
 from liger_ops.kernels.losses import exponentials as kernels
+from tests.support.pairs import pairs_of
 
 UNKNOWN, TILE = (
     kernels.UNKNOWN.value,

@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.host import interpreter, kernel_process
 
 from liger_ops import functional as F
+from tests.support.host import interpreter, kernel_process
 
 
 @triton.jit

@@ -11,14 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton.language as tl
-from support.host import interpreter
-from support.host.stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
 from liger_ops.aot.compile import MAX_SHARED_BYTES, PLAIN_SHARED_BYTES, assembler, cubin_sections, reserved_shared
 from liger_ops.kernels import hopper
 from liger_ops.kernels import rows as rows_of_kernels
+from tests.support.host import interpreter
+from tests.support.host.stub_cuda import ARCHS, PACKS, sample
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 WIDEST = 16  # bytes per access of one thread

@@ -8,8 +8,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from support.host import kernel_process
-from support.models.quantised import as_bits
 from torch import Tensor
 
 import liger_ops.kernels as tables
@@ -17,6 +15,8 @@ from liger_ops import functional as F
 from liger_ops.aot.compile import compile_variant
 from liger_ops.kernels.quantize.quantize_rows import OVER_448
 from liger_ops.reference.quantize_blocks import blocks_in_e4m3, squares_in_e4m3, tensor_in_e4m3
+from tests.support.host import kernel_process
+from tests.support.models.quantised import as_bits
 
 BLOCKS = [(F.quantize_blocks, dict(block=block)) for block in ("1x128", "128x128")]
 QUANTIZERS = [(F.quantize_rows, {}), (F.quantize_columns, {}), (F.quantize_both, {}), *BLOCKS]

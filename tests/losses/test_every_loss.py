@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.checks import check_results
-from support.host.allocations import largest_allocation
-from support.oracles.post_training import Model, model, targets
 
 from liger_ops import compat, losses
+from tests.support.checks import check_results
+from tests.support.host.allocations import largest_allocation
+from tests.support.oracles.post_training import Model, model, targets
 
 NAMES = ["dpo", "orpo", "kto", "grpo", "distillation", "topk", "cosine"]
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
-from support.oracles.post_training import CLASSES, B, S, model, targets
 
 from liger_ops import losses
+from tests.support.oracles.post_training import CLASSES, B, S, model, targets
 
 POSITIVE, NOT_NEGATIVE = "be positive and finite", "be finite and not negative"
 

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as TF
-from support.oracles.post_training import (
+
+from liger_ops import losses
+from tests.support.oracles.post_training import (
     CLASSES,
     Model,
     agree,
@@ -15,8 +17,6 @@ from support.oracles.post_training import (
     of_ids,
     targets,
 )
-
-from liger_ops import losses
 
 N = 23
 

@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
-from support.oracles.post_training import (
+
+from liger_ops import losses
+from liger_ops.losses.grpo import LOSS_TYPES
+from tests.support.oracles.post_training import (
     CLASSES,
     B,
     S,
@@ -14,9 +17,6 @@ from support.oracles.post_training import (
     model,
     of_ids,
 )  # fmt: skip
-
-from liger_ops import losses
-from liger_ops.losses.grpo import LOSS_TYPES
 
 T = 0.8
 TOKEN_LEVEL = ("cispo", "sapo", "vespo")

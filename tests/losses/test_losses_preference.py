@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from support.oracles.post_training import (
+
+from liger_ops import losses
+from tests.support.oracles.post_training import (
     B,
     S,
     agree,
@@ -11,8 +13,6 @@ from support.oracles.post_training import (
     of_ids,
     targets,
 )  # fmt: skip
-
-from liger_ops import losses
 
 
 def sequences(m, target, average, **head):

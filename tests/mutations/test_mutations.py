@@ -5,7 +5,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from support.checks import ROOT
+
+from tests.support.checks import ROOT
 
 
 @pytest.fixture(scope="module")

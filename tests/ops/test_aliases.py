@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.calls import NAMES, ROWS, Call, inputs_of, outputs
-from support.checks import OPCHECKS, count_graphs, equal
-from support.host.solo_group import SOLO, solo_group
-from support.operator_calls import ALIASES
 
 from liger_ops import functional as F
+from tests.support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from tests.support.checks import OPCHECKS, count_graphs, equal
+from tests.support.host.solo_group import SOLO, solo_group
+from tests.support.operator_calls import ALIASES
 
 SPLIT = {name: row for name, row in zip(NAMES, ROWS) if "group" in row.options}
 DATA = Path(__file__).parent / "data"

@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.checks import count_graphs
-from support.host.cpp_example import example
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.support.checks import count_graphs
+from tests.support.host.cpp_example import example
 
 SIZES = [(2, 6), (3, 9), (5, 17), (4, 33)]
 

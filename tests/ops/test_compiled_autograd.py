@@ -4,12 +4,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.calls import ROWS, Call, inputs_of, outputs
-from support.rows import in_tiers
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
+
+from tests.support.calls import ROWS, Call, inputs_of, outputs
+from tests.support.rows import in_tiers
 
 
 @contextmanager

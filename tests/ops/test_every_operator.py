@@ -10,8 +10,15 @@ from itertools import combinations
 
 import pytest
 import torch
-from support.calls import ROWS, WIDTH, in_lists, outputs
-from support.checks import (
+from torch import Tensor
+from torch.nn import functional as nnf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from liger_ops._accuracy import noise_of
+from liger_ops.reference import operators
+from tests.support.calls import ROWS, WIDTH, in_lists, outputs
+from tests.support.checks import (
     OPCHECKS,
     autocast_of_fake_gpus,
     check_deterministic,
@@ -27,9 +34,9 @@ from support.checks import (
     like,
     wanted_of,
 )
-from support.layouts import SIZE_ONE, layouts_of
-from support.operator_calls import OPERATORS, PUBLIC, copied, samples
-from support.rows import (
+from tests.support.layouts import SIZE_ONE, layouts_of
+from tests.support.operator_calls import OPERATORS, PUBLIC, copied, samples
+from tests.support.rows import (
     Bound,
     bind,
     check_as_accurate,
@@ -40,13 +47,6 @@ from support.rows import (
     of_temporaries,
     slopes_of,
 )
-from torch import Tensor
-from torch.nn import functional as nnf
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from liger_ops._accuracy import noise_of
-from liger_ops.reference import operators
 
 
 def results(call: Bound, tensors: list[Tensor] | None = None) -> list[Tensor]:

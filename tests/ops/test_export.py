@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from support.calls import ROWS, Call, inputs_of, outputs
-from support.checks import forked_output_of
-from support.host.cpp_example import example
-from support.operator_calls import ALIASES, QUANTIZERS
-from support.rows import in_tiers
 from torch.export import Dim, export
 from torch.export.experimental import _export_forward_backward
 
 from liger_ops.doctor.installation import operators
 from liger_ops.reference import operators as declared
+from tests.support.calls import ROWS, Call, inputs_of, outputs
+from tests.support.checks import forked_output_of
+from tests.support.host.cpp_example import example
+from tests.support.operator_calls import ALIASES, QUANTIZERS
+from tests.support.rows import in_tiers
 
 cases = in_tiers()
 # Strict mode traces the Python code around the operator, which is the same for every row.
@@ -112,7 +112,7 @@ def test_training_graph(row, device):
 
 LOAD = """
 import torch, liger_ops
-from support.host.solo_group import solo_group
+from tests.support.host.solo_group import solo_group
 solo_group()
 for number in range({count}):
     program = torch.export.load(f"{folder}/{{number}}.pt2")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.calls import ROWS, VOCABULARY, WIDTH, Call, inputs_of, is_constant, outputs
-from support.checks import distance
-from support.rows import each_row, in_tiers
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.utils._pytree import tree_leaves
 
 from liger_ops.reference import operators
+from tests.support.calls import ROWS, VOCABULARY, WIDTH, Call, inputs_of, is_constant, outputs
+from tests.support.checks import distance
+from tests.support.rows import each_row, in_tiers
 
 EXAMPLES = 3
 # Without in-place ops: vmap cannot apply them to unbatched tensors.

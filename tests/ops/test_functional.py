@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import count_graphs, record_calls
 from torch import Tensor
 
 from liger_ops import functional, nn, reference
 from liger_ops.aot import declarations
 from liger_ops.doctor.installation import operators
 from liger_ops.reference import _operator
+from tests.support.checks import count_graphs, record_calls
 
 
 @pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import LAYOUTS, equal
-from support.operator_calls import (
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.support.checks import LAYOUTS, equal
+from tests.support.operator_calls import (
     OPERATORS,
     PUBLIC,
     QUANTIZERS,
@@ -20,9 +24,6 @@ from support.operator_calls import (
     samples,
     tensors,
 )
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 ops = torch.ops.liger
 FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"

@@ -5,11 +5,11 @@ import inspect
 
 import pytest
 import torch
-from support.checks import assert_no_worse, count_graphs, record_calls
 from torch import nn
 
 import liger_ops.nn as ours
 from liger_ops import functional
+from tests.support.checks import assert_no_worse, count_graphs, record_calls
 
 NORMS = [
     (ours.RMSNorm, nn.RMSNorm, dict(normalized_shape=24)),

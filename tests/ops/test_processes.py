@@ -5,9 +5,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
-from support.checks import ROOT, run_python
 
 from liger_ops.reference import operators
+from tests.support.checks import ROOT, run_python
 
 pytestmark = pytest.mark.library
 spec = spec_from_file_location("soak", ROOT / "tests/soak.py")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
-from support.calls import in_lists
-from support.checks import assert_no_worse, gradients, like, path_taken, roundings
-from support.strategies import calls, own_test_file
 from torch import Tensor
 
 from liger_ops.reference import Operator, operators
+from tests.support.calls import in_lists
+from tests.support.checks import assert_no_worse, gradients, like, path_taken, roundings
+from tests.support.strategies import calls, own_test_file
 
 SPLIT = ("group", "classes", "class_sizes", "sequence_dim")
 

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.calls import NAMES, ROWS, Call, inputs_of, outputs
-from support.checks import environment_of_tree
-from support.rows import Bound, bind
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 from liger_ops import functional
 from liger_ops.reference import operators
+from tests.support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from tests.support.checks import environment_of_tree
+from tests.support.rows import Bound, bind
 
 TESTS = Path(__file__).parent
 PACKAGE = Path(liger_ops.__file__).parent
@@ -232,7 +232,7 @@ def copy(tmp_path_factory) -> Path:
 def run(copy: Path, code: str, *options: str, **env: str) -> str:
     """stdout and stderr of code in a process that imports the copy."""
     environment = environment_of_tree(**env)
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [copy, TESTS, TESTS.parent]))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [copy, TESTS, TESTS.parents[1]]))
     # Python searches the working directory before PYTHONPATH.
     command = [sys.executable, *options, "-c", code]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
@@ -406,10 +406,9 @@ def test_autocast_refusals_and_other_functions(copy):
 
 
 def check_a_model() -> None:
-    from support.models.language_models import make, step, tokens
-
     from liger_ops.linear import project
     from liger_ops.transformers import apply_liger_kernel
+    from tests.support.models.language_models import make, step, tokens
 
     project.LARGE = 0
     model, ids = make("llama"), tokens()

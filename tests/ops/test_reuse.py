@@ -8,13 +8,14 @@ addresses. Which backward of every operator overwrites, and what it computes the
 import numpy as np
 import pytest
 import torch
-from support.checks import LAYOUTS, equal, path_taken
-from support.pairs import sizes_by_device
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.checks import LAYOUTS, equal, path_taken
+from tests.support.pairs import sizes_by_device
 
 NORMS = {
     "rms_norm": lambda x, w: torch.ops.liger.rms_norm(x, w),

@@ -5,9 +5,10 @@ from threading import Barrier
 
 import pytest
 import torch
-from support.checks import equal, path_taken
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.support.checks import equal, path_taken
 
 THREADS = 8
 

@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
-from support.operator_calls import arguments_of, backward, differentiable
-from support.wrong_calls import calls, complaint, described, dimensions, outcomes, wrong_calls
 from torch import Tensor
 
 from liger_ops.reference import operators
+from tests.support.operator_calls import arguments_of, backward, differentiable
+from tests.support.wrong_calls import calls, complaint, described, dimensions, outcomes, wrong_calls
 
 OPERATORS = sorted(calls())
 LINEAR_LOSSES = [op for op in OPERATORS if any(a.name == "memory_budget" for a in arguments_of(op))]

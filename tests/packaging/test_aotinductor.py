@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import forked_output_of, served_by
-from support.host.cpp_example import cpp_program, example, libraries_of, run
 from torch.export import Dim, export
+
+from tests.support.checks import forked_output_of, served_by
+from tests.support.host.cpp_example import cpp_program, example, libraries_of, run
 
 SIZES = [(2, 6), (3, 17)]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.host.stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, scratch
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack, torch_release
+from tests.support.host.stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, scratch
 
 FAMILIES = {path.stem: path.parent.name for path in (ROOT / "liger_ops/kernels").glob("*/[!_]*.py")}
 STEMS = [f"sm_{arch}" for arch in ARCHS] + ["ptx"]

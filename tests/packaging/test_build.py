@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import output_of, run_python
-from support.host.found_packages import IMPORTED
-from support.host.stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample
 
 import liger_ops.kernels as tables
 from liger_ops._runtime import loader
 from liger_ops.aot import archs, codegen, compile, pack, torch_release
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
 from liger_ops.kernels.rows import rows_config
+from tests.support.checks import output_of, run_python
+from tests.support.host.found_packages import IMPORTED
+from tests.support.host.stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample
 
 KERNEL = "column_sum"
 

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import torch
-from support.checks import output_of
-from support.host import stub_cuda
-from support.host.stub_cuda import PACKS, ROOT
 
 import liger_ops
 from liger_ops import __main__ as main
 from liger_ops.doctor import installation as command
+from tests.support.checks import output_of
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import PACKS, ROOT
 
 
 def run_module(*arguments, **env):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import served_by
-from support.host.cpp_example import configure_cpp, cpp_program, example, libraries_of, run
 
 import liger_ops
 from liger_ops import functional
 from liger_ops.aot import declarations
 from liger_ops.doctor.installation import operators
+from tests.support.checks import served_by
+from tests.support.host.cpp_example import configure_cpp, cpp_program, example, libraries_of, run
 
 PACKAGE = Path(liger_ops.__file__).parent
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import ROOT, run_python, successful
 
 import liger_ops
 from liger_ops import doctor
 from liger_ops.doctor import installation, model, operators
 from liger_ops.reference import operators as declared
 from liger_ops.reference._calls import KEPT, calls, described_tensors
+from tests.support.checks import ROOT, run_python, successful
 
 FEW = ("rms_norm", "cross_entropy_", "lora_linear", "moe_router")
 

@@ -12,18 +12,18 @@ from types import MethodType
 
 import pytest
 import torch
-from support.calls import outputs
-from support.checks import ROOT, environment_of_tree, forked_output_of, output_of, successful
-from support.host.solo_group import solo_group
-from support.models.language_models import make, step, tokens
-from support.models.patched_models import assert_same_step
-from support.operator_calls import backward, differentiable, public_calls
 from torch.utils._pytree import tree_leaves
 
 import liger_ops
 from liger_ops._runtime.loader import torch_minor
 from liger_ops.aot import declarations, hub
 from liger_ops.reference import operators
+from tests.support.calls import outputs
+from tests.support.checks import ROOT, environment_of_tree, forked_output_of, output_of, successful
+from tests.support.host.solo_group import solo_group
+from tests.support.models.language_models import make, step, tokens
+from tests.support.models.patched_models import assert_same_step
+from tests.support.operator_calls import backward, differentiable, public_calls
 
 PACKAGE = ROOT / "liger_ops"
 MINOR = torch_minor()

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import setuptools
-from support.host.stub_cuda import LIBRARIES, ROOT
 
 import liger_ops
 from liger_ops._runtime import loader
+from tests.support.host.stub_cuda import LIBRARIES, ROOT
 
 
 def test_an_older_setuptools_is_an_error(monkeypatch):

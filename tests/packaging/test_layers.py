@@ -7,8 +7,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from support.checks import output_of
-from support.host.stub_cuda import LIBRARIES, ROOT
+
+from tests.support.checks import output_of
+from tests.support.host.stub_cuda import LIBRARIES, ROOT
 
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "liger_ops"
 FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp"))
@@ -137,5 +138,5 @@ def test_python_files_import_each_other_in_no_circle():
 
 
 def test_kernels_import_no_torch():
-    code = "from support.host.stub_cuda.client import *; tables().kernels(); import liger_ops.aot.compile, liger_ops.aot.codegen"
+    code = "from tests.support.host.stub_cuda.client import *; tables().kernels(); import liger_ops.aot.compile, liger_ops.aot.codegen"
     assert output_of(code + "; print('torch' in sys.modules)") == "False\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import environment_of_tree, output_of
-from support.host.stub_cuda import LIBRARIES, ROOT
 
 from liger_ops._runtime import loader
 from liger_ops.aot import built, flags, operators, torch_release
+from tests.support.checks import environment_of_tree, output_of
+from tests.support.host.stub_cuda import LIBRARIES, ROOT
 
 TORCH = Path(torch.__file__).parent
 MINOR = loader.torch_minor()

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.checks import run_python
-from support.host.found_packages import IMPORTED
-from support.host.stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 from liger_ops.aot import flags, machines, manylinux, torch_release
 from liger_ops.aot.machines import MACHINES
+from tests.support.checks import run_python
+from tests.support.host.found_packages import IMPORTED
+from tests.support.host.stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 HERE = machines.asked_for("")
 OTHER = next(machine for machine in MACHINES.values() if not machine.native)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import output_of, run_python
-from support.host.stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 import liger_ops
 from liger_ops.aot import archs, built, flags, machines, manylinux, torch_release
+from tests.support.checks import output_of, run_python
+from tests.support.host.stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 HERE = machines.asked_for("")
 RESULTS = ROOT / "benchmarks" / "results"

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 import yaml
-from support.checks import ROOT
 
 from liger_ops.aot import machines, torch_release
+from tests.support.checks import ROOT
 
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
 RELEASE = WORKFLOWS["release"]["jobs"]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 HIDE_TRITON = """
 import importlib.metadata, sys
@@ -45,7 +45,7 @@ importlib.metadata.Distribution.from_name = classmethod(from_name)
 
 EVERY_OPERATOR = """
 import shutil, sys, torch, liger_ops
-from support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, Call, inputs_of, outputs
 
 target, device = sys.argv[1:]
 assert liger_ops.__file__.startswith(target), liger_ops.__file__
@@ -100,7 +100,7 @@ def main() -> None:
         empty.mkdir()
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
         subprocess.run([*install, str(arguments.wheel.resolve())], check=True)
-        ours = {"PATH": str(empty), "HOME": str(empty), "PYTHONPATH": os.pathsep.join([str(target), str(TESTS)])}
+        ours = {"PATH": str(empty), "HOME": str(empty), "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)])}
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("LIGER_OPS_", "CUDA_HOME", "CUDA_PATH"))}
 
         def run(code: str) -> str:

@@ -7,13 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.host import stub_cuda
-from support.host.stub_cuda import ARCHS, PACKS, sample
-from support.pairs import kernels_in_tiers
 
 import liger_ops.kernels as tables
 from liger_ops._runtime import jit
 from liger_ops.aot import pack
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import ARCHS, PACKS, sample
+from tests.support.pairs import kernels_in_tiers
 
 KERNEL = "column_sum"
 HASH = tables.find(KERNEL).source_hash

@@ -10,11 +10,11 @@ import tempfile
 import zlib
 
 import pytest
-from support.host import stub_cuda
-from support.host.stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import ARCHS, PACKS, sample
 
 KERNEL = "column_sum"
 STEMS = [f"sm_{arch}" for arch in ARCHS] + ["ptx"]

@@ -7,13 +7,13 @@ from functools import cache
 from itertools import islice
 
 import pytest
-from support.host import stub_cuda
-from support.host.stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv, sample
-from support.pairs import kernels_in_tiers
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
 from liger_ops.aot.compile import cubin_parameters
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv, sample
+from tests.support.pairs import kernels_in_tiers
 
 KERNEL = "column_sum"
 VARIANT = next(tables.find(KERNEL).variants()).name

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from support.host import stub_cuda
-from support.host.stub_cuda import PACKS, compile_cpp, fnv, sample
 
 import liger_ops.kernels as tables
 from liger_ops.aot import codegen, pack
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import PACKS, compile_cpp, fnv, sample
 
 KERNEL = "column_sum"
 VARIANT = next(tables.find(KERNEL).variants()).name

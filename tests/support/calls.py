@@ -23,7 +23,7 @@ from liger_ops.reference._calls import (
     required_options,
     shapes_of,
 )
-from support.host.solo_group import SOLO, solo_group
+from tests.support.host.solo_group import SOLO, solo_group
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 WIDTH, VOCABULARY, SIZE = 16, 24, 8

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import liger_ops
 from liger_ops._accuracy import Roundings, compute_dtype, distance, gradients, judged, like, rounded, roundings
-from support.host.fork_server import Fork
-from support.layouts import expanded, offset, sliced, strided
+from tests.support.host.fork_server import Fork
+from tests.support.layouts import expanded, offset, sliced, strided
 
 ROOT = Path(__file__).resolve().parents[2]
 # As the tests were started. torch.compile sets it too, perhaps to a folder that only this process uses.
@@ -323,7 +323,7 @@ def run_forked(code: str, imports: Sequence[str] = (), **env: str) -> subprocess
 
 def environment_of_tree(**env: str) -> dict[str, str]:
     """Environment variables with which Python imports this source tree and its test helpers."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     own = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
     return {**own, **INDUCTOR_CACHE, "PYTHONPATH": path, **env}
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from support.calls import Row, row
+from tests.support.calls import Row, row
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 Change = Callable[[dict[str, Tensor]], Any]

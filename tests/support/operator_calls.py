@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from liger_ops.reference import _calls, operators
-from support.calls import is_constant
-from support.host.solo_group import solo_group
+from tests.support.calls import is_constant
+from tests.support.host.solo_group import solo_group
 
 ops = torch.ops.liger
 ROWS, N, CLASSES = 4, 8, 6

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from liger_ops._accuracy import noise_of, roundings
 from liger_ops.reference import operators
-from support.calls import NAMES, ROWS, Call, Row, in_lists, inputs_of, outputs
-from support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
+from tests.support.calls import NAMES, ROWS, Call, Row, in_lists, inputs_of, outputs
+from tests.support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
 
 NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
 each_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)

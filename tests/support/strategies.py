@@ -20,9 +20,9 @@ from torch import Tensor
 
 from liger_ops.reference import Operator
 from liger_ops.reference._calls import Shapes, described_tensors, fit, kinds_of, letter_of_indices, numbers, shapes_of
-from support import layouts
-from support.checks import HALF_TYPES
-from support.host.solo_group import solo_group
+from tests.support import layouts
+from tests.support.checks import HALF_TYPES
+from tests.support.host.solo_group import solo_group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from liger_ops.reference import operators
 from liger_ops.reference._documentation import Described, documentation
-from support.host.fork_server import Fork
-from support.host.solo_group import SOLO, solo_group
-from support.operator_calls import (
+from tests.support.host.fork_server import Fork
+from tests.support.host.solo_group import SOLO, solo_group
+from tests.support.operator_calls import (
     OPERATORS,
     PUBLIC,
     arguments_of,
@@ -404,7 +404,9 @@ def outcomes(op: str) -> list[list[str]]:
     """Of each of an operator's wrong calls: what happens without and with a graph."""
     # The first backward of a process would import the second module.
     modules = ["wrong_calls", "torch.fx.experimental.symbolic_shapes"]
-    fork = Fork(f"from support import wrong_calls; wrong_calls.serve(channel, {op!r})", sys.stdout, sys.stderr, modules)
+    fork = Fork(
+        f"from tests.support import wrong_calls; wrong_calls.serve(channel, {op!r})", sys.stdout, sys.stderr, modules
+    )
     try:
         return fork.receive(time.monotonic() + 600)
     finally:

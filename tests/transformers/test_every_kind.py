@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.checks import path_taken
-from support.models.language_models import known, step, tokens
-from support.models.patched_models import assert_same_step, assert_trains_and_generates, calls_of, through_pickle
-from support.models.tiny_models import GATED, TINY, WITH_CONVOLUTIONS, tiny
 
 from liger_ops.transformers import SWITCHES, apply_liger_kernel, unpatch
+from tests.support.checks import path_taken
+from tests.support.models.language_models import known, step, tokens
+from tests.support.models.patched_models import assert_same_step, assert_trains_and_generates, calls_of, through_pickle
+from tests.support.models.tiny_models import GATED, TINY, WITH_CONVOLUTIONS, tiny
 
 
 class Kind(NamedTuple):

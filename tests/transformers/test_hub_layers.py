@@ -9,13 +9,13 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from support.checks import check_op, count_graphs, path_taken
 from torch import nn
 from torch.func import functional_call
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import liger_ops
 from liger_ops.transformers import layers
+from tests.support.checks import check_op, count_graphs, path_taken
 
 DTYPES = [torch.float32, torch.bfloat16]
 

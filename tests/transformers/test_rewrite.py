@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.models.language_models import make, nodes, step, tokens
-from support.models.patched_models import assert_same_step
 from torch import nn
 
 from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.patched_models import assert_same_step
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.models.rewriting import after, function
 from torch import nn
 from torch.nn import functional
 
 from liger_ops.transformers import delta_rule, head_norms, latent_heads, rewrite, short_convolutions, split_convolutions
+from tests.support.models.rewriting import after, function
 
 
 class Rule(NamedTuple):

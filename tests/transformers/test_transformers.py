@@ -2,11 +2,16 @@
 
 import pytest
 import torch
-from support.models.language_models import ARCHITECTURES, make, nodes, step, tokens, train
-from support.models.patched_models import FUSED, assert_same_logits, assert_same_step, assert_training_is_as_accurate
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
 from liger_ops.transformers.coverage import NO_OPERATOR
+from tests.support.models.language_models import ARCHITECTURES, make, nodes, step, tokens, train
+from tests.support.models.patched_models import (
+    FUSED,
+    assert_same_logits,
+    assert_same_step,
+    assert_training_is_as_accurate,
+)
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from support.checks import path_taken
-from support.models.language_models import tokens
-from support.models.patched_models import through_pickle
-from support.models.tiny_models import tiny
 from torch import nn
 from transformers.activations import XIELUActivation
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.checks import path_taken
+from tests.support.models.language_models import tokens
+from tests.support.models.patched_models import through_pickle
+from tests.support.models.tiny_models import tiny
 
 
 class Holder(nn.Module):

@@ -7,12 +7,12 @@ import functools
 
 import pytest
 import torch
-from support.models.language_models import step, tokens
-from support.models.lora_layers import with_adapters
-from support.models.patched_models import assert_as_exact, own_names
-from support.models.tiny_models import tiny
 
 from liger_ops.transformers import apply_liger_kernel
+from tests.support.models.language_models import step, tokens
+from tests.support.models.lora_layers import with_adapters
+from tests.support.models.patched_models import assert_as_exact, own_names
+from tests.support.models.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("as_large_models", "fresh_dynamo")
 

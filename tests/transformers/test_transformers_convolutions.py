@@ -4,14 +4,14 @@ import importlib
 
 import pytest
 import torch
-from support.checks import assert_no_worse, path_taken
-from support.models.language_models import tokens
-from support.models.patched_models import assert_as_exact
-from support.models.tiny_models import tiny
 from torch import nn
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, convolutions
+from tests.support.checks import assert_no_worse, path_taken
+from tests.support.models.language_models import tokens
+from tests.support.models.patched_models import assert_as_exact
+from tests.support.models.tiny_models import tiny
 
 
 def convolutions_in(report):

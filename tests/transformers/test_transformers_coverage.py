@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.models.language_models import ARCHITECTURES, known, make
-from support.models.patched_models import FUSED
-from support.models.tiny_models import TINY, tiny
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from liger_ops.transformers import apply_liger_kernel
+from tests.support.models.language_models import ARCHITECTURES, known, make
+from tests.support.models.patched_models import FUSED
+from tests.support.models.tiny_models import TINY, tiny
 
 UNKNOWN = "is of no kind that operators replace"
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}

@@ -4,14 +4,14 @@ import importlib.util
 
 import pytest
 import torch
-from support.checks import path_taken
-from support.models.language_models import known, step, tokens
-from support.models.patched_models import assert_same_step
-from support.models.tiny_models import tiny
 from torch import nn
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, modules, probe, routers, unpatch
+from tests.support.checks import path_taken
+from tests.support.models.language_models import known, step, tokens
+from tests.support.models.patched_models import assert_same_step
+from tests.support.models.tiny_models import tiny
 
 # Operators that replace classes of these models.
 REPLACED = {

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.checks import assert_no_worse, path_taken
-from support.models.language_models import step, tokens
-from support.models.patched_models import assert_same_step, calls_of
-from support.models.tiny_models import tiny
 from torch.nn import functional
 
 from liger_ops.transformers import apply_liger_kernel, delta_rule
+from tests.support.checks import assert_no_worse, path_taken
+from tests.support.models.language_models import step, tokens
+from tests.support.models.patched_models import assert_same_step, calls_of
+from tests.support.models.tiny_models import tiny
 
 
 def test_a_doubled_step_is_kept():

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from support.checks import output_of
-from support.models.language_models import SIZES, clone, step, tokens
-from support.models.patched_models import assert_same_step, wanted_by
-from support.models.tiny_models import tiny
 
 from liger_ops import functional
 from liger_ops.transformers import apply_liger_kernel, experts, register_experts, unpatch
+from tests.support.checks import output_of
+from tests.support.models.language_models import SIZES, clone, step, tokens
+from tests.support.models.patched_models import assert_same_step, wanted_by
+from tests.support.models.tiny_models import tiny
 
 MODELS = dict.fromkeys(("mixtral", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss"), {})
 # Which chooses among groups of experts.

@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 import torch
-from support.checks import assert_no_worse, path_taken
-from support.models.language_models import known
 from torch import nn
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.checks import assert_no_worse, path_taken
+from tests.support.models.language_models import known
 
 N = 32
 # model type, class, further arguments, options of the operator

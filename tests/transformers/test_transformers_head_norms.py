@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-from support.models.language_models import make, nodes, step, tokens
-from support.models.patched_models import assert_same_step
 
 from liger_ops.transformers import apply_liger_kernel, head_norms, rewrite, unpatch
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.patched_models import assert_same_step
 
 FUSED = ["qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "exaone4"]
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from support.host.solo_group import group_of_one
-from support.models.language_models import make, nodes, step, tokens
-from support.models.patched_models import FUSED, assert_same_step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.host.solo_group import group_of_one
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.patched_models import FUSED, assert_same_step
 
 
 class AffineQuantizedTensor(nn.Parameter):

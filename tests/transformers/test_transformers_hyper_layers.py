@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from support.checks import assert_no_worse, path_taken
-from support.models.patched_models import assert_as_exact
-from support.models.rewriting import function
-from support.models.tiny_models import tiny
 from torch import nn
 
 from liger_ops.transformers import apply_liger_kernel, hyper_connections, hyper_layers, rewrite, unpatch
 from liger_ops.transformers.options import SWITCHES
+from tests.support.checks import assert_no_worse, path_taken
+from tests.support.models.patched_models import assert_as_exact
+from tests.support.models.rewriting import function
+from tests.support.models.tiny_models import tiny
 
 ONLY = {name: name == "hyper_post" for name in SWITCHES}
 LAYERS = {

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.models.language_models import known, step, tokens
-from support.models.patched_models import assert_same_step
-from support.models.tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.transformers import apply_liger_kernel, latent_heads, rewrite
 from liger_ops.transformers.options import SWITCHES
+from tests.support.models.language_models import known, step, tokens
+from tests.support.models.patched_models import assert_same_step
+from tests.support.models.tiny_models import tiny
 
 ONLY = {name: name == "rope" for name in SWITCHES}
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from support.models.language_models import make, step, tokens
-from support.models.lora_layers import with_adapters
-from support.models.patched_models import through_pickle
 from torch import nn
 from torch.nn import functional as nnf
 
 from liger_ops import functional as F
 from liger_ops.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel, unpatch
+from tests.support.models.language_models import make, step, tokens
+from tests.support.models.lora_layers import with_adapters
+from tests.support.models.patched_models import through_pickle
 
 LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",

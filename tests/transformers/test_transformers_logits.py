@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.checks import ROOT
-from support.models.language_models import make, nodes, step, tokens
-from support.models.patched_models import FUSED, assert_as_exact, assert_same_logits, assert_same_step, patched
 from torch import Tensor, nn
 from torch.nn import functional as TF
 from transformers import LlamaForCausalLM
@@ -19,6 +16,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from liger_ops.transformers import apply_liger_kernel, probe
 from liger_ops.transformers.deferred import DeferredLogits
+from tests.support.checks import ROOT
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.patched_models import FUSED, assert_as_exact, assert_same_logits, assert_same_step, patched
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

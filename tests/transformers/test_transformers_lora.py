@@ -9,11 +9,16 @@ from functools import partial
 import pytest
 import torch
 from peft import PeftModel
-from support.checks import count_graphs
-from support.models.language_models import make, step, tokens, train
-from support.models.lora_bases import with_bases
-from support.models.lora_dropout import dropped
-from support.models.lora_layers import (
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from liger_ops.linear import adapters
+from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.checks import count_graphs
+from tests.support.models.language_models import make, step, tokens, train
+from tests.support.models.lora_bases import with_bases
+from tests.support.models.lora_dropout import dropped
+from tests.support.models.lora_layers import (
     BASE,
     CALLS,
     LAYERS,
@@ -23,8 +28,8 @@ from support.models.lora_layers import (
     results,
     with_adapters,
 )
-from support.models.lora_layers import lora_rows as rows_of
-from support.models.patched_models import (
+from tests.support.models.lora_layers import lora_rows as rows_of
+from tests.support.models.patched_models import (
     assert_as_found,
     assert_same_logits,
     assert_same_step,
@@ -32,7 +37,7 @@ from support.models.patched_models import (
     logits_of,
     through_pickle,
 )
-from support.models.peft_models import (
+from tests.support.models.peft_models import (
     HEAD,
     KINDS,
     OPERATIONS,
@@ -42,12 +47,7 @@ from support.models.peft_models import (
     second_adapter,
     two_adapters,
 )
-from support.pairs import pairwise
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-from liger_ops.linear import adapters
-from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 ORDERS = pytest.mark.parametrize("order", ["before", "after"])

@@ -6,15 +6,15 @@ import copy
 
 import pytest
 import torch
-from support.checks import assert_no_worse, gradients, roundings
-from support.models.lora_bases import BASES, OVER_CODES, Codes, adapt, with_bases
-from support.models.lora_layers import lora_rows, record_calls, taken
-from support.pairs import pairwise
 from torch import nn
 from torch.nn import functional
 
 from liger_ops.linear import peft, project
 from liger_ops.transformers import apply_liger_kernel
+from tests.support.checks import assert_no_worse, gradients, roundings
+from tests.support.models.lora_bases import BASES, OVER_CODES, Codes, adapt, with_bases
+from tests.support.models.lora_layers import lora_rows, record_calls, taken
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

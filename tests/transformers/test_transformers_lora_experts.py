@@ -4,13 +4,19 @@ import copy
 
 import pytest
 import torch
-from support.models.language_models import SIZES, step, tokens
-from support.models.patched_models import assert_same_logits, assert_same_step, logits_of, through_pickle, wanted_by
-from support.models.tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_ops.transformers import adapted_experts, apply_liger_kernel, register_experts, unpatch
+from tests.support.models.language_models import SIZES, step, tokens
+from tests.support.models.patched_models import (
+    assert_same_logits,
+    assert_same_step,
+    logits_of,
+    through_pickle,
+    wanted_by,
+)
+from tests.support.models.tiny_models import tiny
 
 peft = pytest.importorskip("peft")
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.models.language_models import make, nodes, step, tokens
-from support.models.lora_layers import build, with_adapters
-from support.models.patched_models import FUSED, assert_same_logits, assert_same_step, through_pickle
-from support.models.peft_models import HEAD, record
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.lora_layers import build, with_adapters
+from tests.support.models.patched_models import FUSED, assert_same_logits, assert_same_step, through_pickle
+from tests.support.models.peft_models import HEAD, record
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 ORDERS = pytest.mark.parametrize("order", ["before", "after"])

@@ -5,9 +5,13 @@ from contextlib import nullcontext
 import bitsandbytes
 import pytest
 import torch
-from support.models.language_models import make, step, tokens
-from support.models.lora_bases import replace_linears
-from support.models.lora_layers import (
+from torch import nn
+
+from liger_ops.linear import peft
+from liger_ops.linear.packed import Packed, dequantised
+from tests.support.models.language_models import make, step, tokens
+from tests.support.models.lora_bases import replace_linears
+from tests.support.models.lora_layers import (
     CALLS,
     LAYERS,
     assert_as_accurate,
@@ -17,11 +21,7 @@ from support.models.lora_layers import (
     taken,
     with_adapters,
 )
-from support.models.peft_models import four_bits, in_four_bits
-from torch import nn
-
-from liger_ops.linear import peft
-from liger_ops.linear.packed import Packed, dequantised
+from tests.support.models.peft_models import four_bits, in_four_bits
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

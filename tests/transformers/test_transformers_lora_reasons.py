@@ -3,13 +3,13 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models.language_models import step, tokens
-from support.models.lora_layers import CALLS, LAYERS, LoraLinear, build, lora_rows, record_calls, taken
-from support.models.patched_models import assert_same_step
 from torch import nn
 
 from liger_ops.linear import peft, project
 from liger_ops.transformers import apply_liger_kernel
+from tests.support.models.language_models import step, tokens
+from tests.support.models.lora_layers import CALLS, LAYERS, LoraLinear, build, lora_rows, record_calls, taken
+from tests.support.models.patched_models import assert_same_step
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

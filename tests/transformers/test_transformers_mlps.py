@@ -5,15 +5,15 @@ import itertools
 
 import pytest
 import torch
-from support.models.language_models import make, nodes, step, tokens
-from support.models.patched_models import assert_same_step
-from support.models.tiny_models import tiny
 from torch import nn
 from transformers import GraniteMoeSharedConfig, LlamaConfig, Phi3Config
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, modules, probe, unpatch
 from liger_ops.transformers.patched import NotUnderstood
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.patched_models import assert_same_step
+from tests.support.models.tiny_models import tiny
 
 CONFIGS = {"llama": LlamaConfig, "phi3": Phi3Config, "granitemoeshared": GraniteMoeSharedConfig}
 CLASSES = {"llama": "LlamaMLP", "phi3": "Phi3MLP", "granitemoeshared": "GraniteMoeSharedMLP"}

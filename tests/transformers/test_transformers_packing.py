@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from support.models.language_models import known, step, tokens
-from support.models.patched_models import assert_as_exact, assert_same_step, through_pickle
-from support.models.tiny_models import WITH_CONVOLUTIONS, tiny
 
 from liger_ops import functional as F
 from liger_ops.transformers import SWITCHES, apply_liger_kernel, convolutions, packing, recurrences, unpatch
+from tests.support.models.language_models import known, step, tokens
+from tests.support.models.patched_models import assert_as_exact, assert_same_step, through_pickle
+from tests.support.models.tiny_models import WITH_CONVOLUTIONS, tiny
 
 LENGTHS = (5, 1, 6)
 # The models whose layers pass no keywords to their convolutions, or whose forward takes no positions.

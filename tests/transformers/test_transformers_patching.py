@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import autocast_of_fake_gpus, output_of, run_forked
-from support.models.language_models import ARCHITECTURES, make, nodes, step, tokens
-from support.models.patched_models import FUSED, assert_same_step, patched, through_pickle
 from torch import nn
 from torch.nn import functional as TF
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,6 +23,9 @@ import liger_ops.transformers as lt
 from liger_ops.transformers import apply_liger_kernel, modules, probe, unpatch
 from liger_ops.transformers.options import DEFAULTS, with_options
 from liger_ops.transformers.patch import plan
+from tests.support.checks import autocast_of_fake_gpus, output_of, run_forked
+from tests.support.models.language_models import ARCHITECTURES, make, nodes, step, tokens
+from tests.support.models.patched_models import FUSED, assert_same_step, patched, through_pickle
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -434,7 +434,7 @@ loss = model(input_ids=ids, labels=ids).loss
 print(loss.item())
 import liger_ops.transformers
 print(liger_ops.transformers.apply_liger_kernel(model).rows == {[tuple(row) for row in report.rows]!r})
-from support.models.language_models import nodes
+from tests.support.models.language_models import nodes
 print({FUSED!r} in nodes(loss))
 """
     loss, rows, fused = output_of(code).split()

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from support.models.language_models import make, step, tokens
-from support.models.patched_models import assert_same_step, calls_of
-from support.models.tiny_models import tiny
 from torch import nn
 
 from benchmarks import changed_numbers
 from liger_ops.transformers import apply_liger_kernel, reads
+from tests.support.models.language_models import make, step, tokens
+from tests.support.models.patched_models import assert_same_step, calls_of
+from tests.support.models.tiny_models import tiny
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 

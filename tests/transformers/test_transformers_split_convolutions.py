@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from support.models.language_models import known, step, tokens
-from support.models.patched_models import assert_same_step, calls_of
-from support.models.tiny_models import tiny
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, convolutions, split_convolutions
+from tests.support.models.language_models import known, step, tokens
+from tests.support.models.patched_models import assert_same_step, calls_of
+from tests.support.models.tiny_models import tiny
 
 SPLIT, SHORT = "causal_conv1d_split", "short_conv"
 

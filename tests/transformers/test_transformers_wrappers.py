@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import torch
-from support.checks import count_graphs, forked_output_of
-from support.models.language_models import make, nodes, step, tokens
-from support.models.patched_models import FUSED, assert_same_logits, assert_same_step
 from torch import nn
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from tests.support.checks import count_graphs, forked_output_of
+from tests.support.models.language_models import make, nodes, step, tokens
+from tests.support.models.patched_models import FUSED, assert_same_logits, assert_same_step
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -234,7 +234,7 @@ DISTRIBUTED = """
 import gc, torch, torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as tp
-from support.models.language_models import make, nodes, step, tokens
+from tests.support.models.language_models import make, nodes, step, tokens
 from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, rewrite
 
@@ -279,4 +279,4 @@ print("done")
 @pytest.mark.thorough
 def test_distributed_norms_and_gates(tmp_path):
     code = DISTRIBUTED.replace("STORE", str(tmp_path / "store"))
-    assert forked_output_of(code, ["language_models"]).endswith("done\n")
+    assert forked_output_of(code, ["tests.support.models.language_models"]).endswith("done\n")

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
-from support.pairs import sizes_by_device
 from torch import Tensor
+
+from tests.support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
+from tests.support.pairs import sizes_by_device
 
 relu_squared = torch.ops.liger.relu_squared
 

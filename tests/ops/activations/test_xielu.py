@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, HALF_TYPES, check_op, sizes_around_tiles
-from support.pairs import sizes_by_device
 from torch import Tensor, nn
 
 from liger_ops import functional as F
+from tests.support.checks import CPU_DTYPES, HALF_TYPES, check_op, sizes_around_tiles
+from tests.support.pairs import sizes_by_device
 
 xielu = torch.ops.liger.xielu
 BETA, EPS = 0.5, -1e-6

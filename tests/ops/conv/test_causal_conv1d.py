@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
-from support.oracles.causal_convolution import packed, reference
-from support.pairs import pairwise, sizes_by_device
 from torch.nn import functional
+
+from tests.support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
+from tests.support.oracles.causal_convolution import packed, reference
+from tests.support.pairs import pairwise, sizes_by_device
 
 conv = torch.ops.liger.causal_conv1d
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"

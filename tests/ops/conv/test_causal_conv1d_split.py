@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_op, equal, gradients, like, path_taken
-from support.host.allocations import allocations
-from support.oracles.causal_convolution import packed
-from support.oracles.causal_convolution import reference as convolved
-from support.pairs import pairwise
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.checks import CPU_DTYPES, check_op, equal, gradients, like, path_taken
+from tests.support.host.allocations import allocations
+from tests.support.oracles.causal_convolution import packed
+from tests.support.oracles.causal_convolution import reference as convolved
+from tests.support.pairs import pairwise
 
 split = torch.ops.liger.causal_conv1d_split
 # Of q, k, v and z, and the groups: as in Qwen3-Next, without z, side by side, and with columns that align with nothing.

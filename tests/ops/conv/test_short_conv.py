@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_op, equal, gradients, path_taken
-from support.oracles.causal_convolution import packed
-from support.oracles.causal_convolution import reference as convolved
-from support.pairs import pairwise, sizes_by_device
+
+from tests.support.checks import CPU_DTYPES, check_op, equal, gradients, path_taken
+from tests.support.oracles.causal_convolution import packed
+from tests.support.oracles.causal_convolution import reference as convolved
+from tests.support.pairs import pairwise, sizes_by_device
 
 conv = torch.ops.liger.short_conv
 

@@ -3,7 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checks import (
+from torch import Tensor
+
+import liger_ops
+from liger_ops import functional
+from tests.support.checks import (
     CPU_DTYPES,
     assert_no_worse,
     check_deterministic,
@@ -16,11 +20,7 @@ from support.checks import (
     path_taken,
     served_by,
 )
-from support.pairs import pairwise, sizes_by_device
-from torch import Tensor
-
-import liger_ops
-from liger_ops import functional
+from tests.support.pairs import pairwise, sizes_by_device
 
 embedding = torch.ops.liger.embedding
 CLASSES = 100

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, path_taken, sizes_around_tiles
-from support.pairs import pairwise, sizes_by_device
 from torch import Tensor
 from torch.nn import functional
+
+from tests.support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, path_taken, sizes_around_tiles
+from tests.support.pairs import pairwise, sizes_by_device
 
 delta_gates = torch.ops.liger.delta_gates
 KERNELS = "delta_gates_fwd", "delta_gates_bwd"

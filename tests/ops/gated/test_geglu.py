@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracles.gated import GatedTests
 from torch import Tensor
+
+from tests.support.oracles.gated import GatedTests
 
 
 class TestGeglu(GatedTests):

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
-from support.pairs import sizes_by_device
 from torch import Tensor
+
+from tests.support.checks import CPU_DTYPES, HALF_TYPES, check_op, gradients, sizes_around_tiles
+from tests.support.pairs import sizes_by_device
 
 sigmoid_gate = torch.ops.liger.sigmoid_gate
 KINDS = ("full", "full and residual", "per row", "per row and residual")

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checks import path_taken
-from support.oracles.gated import GatedTests
 from torch import Tensor
+
+from tests.support.checks import path_taken
+from tests.support.oracles.gated import GatedTests
 
 LIMIT = 0.75
 

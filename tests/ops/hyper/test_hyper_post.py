@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_op
-from support.pairs import pairwise, sizes_by_device
 from torch import Tensor
+
+from tests.support.checks import CPU_DTYPES, check_op
+from tests.support.pairs import pairwise, sizes_by_device
 
 hyper_post = torch.ops.liger.hyper_post
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_op
-from support.pairs import sizes_by_device
 from torch import Tensor
+
+from tests.support.checks import CPU_DTYPES, check_op
+from tests.support.pairs import sizes_by_device
 
 hyper_pre = torch.ops.liger.hyper_pre
 OPTIONS = dict(norm_eps=1e-5, eps=1e-4)

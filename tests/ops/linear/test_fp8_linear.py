@@ -4,19 +4,19 @@ import math
 
 import pytest
 import torch
-from support.checks import (
-    CPU_DTYPES,
-    check_op,
-    run_python,
-)
-from support.oracles.fp8_recipes import RECIPES, fitting
-from support.pairs import pairwise
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
 from liger_ops.reference.quantize_blocks import for_each, tensor_in_e4m3
+from tests.support.checks import (
+    CPU_DTYPES,
+    check_op,
+    run_python,
+)
+from tests.support.oracles.fp8_recipes import RECIPES, fitting
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("needs_fp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_op
-from support.oracles.fp8_recipes import RECIPES, fitting
-from support.pairs import pairwise
 from torch import Tensor
 
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
+from tests.support.checks import CPU_DTYPES, check_op
+from tests.support.oracles.fp8_recipes import RECIPES, fitting
+from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("needs_fp8")
 FEATURES = (144, 16, 32)

@@ -5,14 +5,14 @@ import json
 
 import pytest
 import torch
-from support.checks import assert_no_worse, has_hopper_kernels
-from support.host.stub_cuda import LIBRARIES, ROOT
-from support.pairs import pairwise
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 from liger_ops.linear.project import project
+from tests.support.checks import assert_no_worse, has_hopper_kernels
+from tests.support.host.stub_cuda import LIBRARIES, ROOT
+from tests.support.pairs import pairwise
 
 # The smallest GEMM that the tile table serves.
 ROWS, DEPTH, COLUMNS = 2048, 2048, 8192

@@ -6,11 +6,11 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from support.host import stub_cuda
-from support.host.stub_cuda import ROOT
 
 from benchmarks import gemm
 from benchmarks.records import read
+from tests.support.host import stub_cuda
+from tests.support.host.stub_cuda import ROOT
 
 # ---- The table on a stub cuBLAS.
 

@@ -5,13 +5,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, HALF_TYPES, OPCHECKS, assert_no_worse, gradients, like, path_taken, roundings
-from support.models.lora_dropout import dropped, kept
-from support.pairs import pairwise
 from torch.nn import functional
 
 from liger_ops import functional as F
 from liger_ops.linear.adapters import gated_lora_projection, lora_projections, seeds_for
+from tests.support.checks import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    OPCHECKS,
+    assert_no_worse,
+    gradients,
+    like,
+    path_taken,
+    roundings,
+)
+from tests.support.models.lora_dropout import dropped, kept
+from tests.support.pairs import pairwise
 
 lora_linear = torch.ops.liger.lora_linear
 

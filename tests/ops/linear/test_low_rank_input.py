@@ -4,12 +4,21 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, OPCHECKS, assert_no_worse, count_graphs, gradients, like, path_taken, roundings
-from support.models.lora_dropout import dropped
-from support.pairs import pairwise
 from torch.nn import functional
 
 from liger_ops.linear.adapters import low_rank_input, seeds_for
+from tests.support.checks import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    count_graphs,
+    gradients,
+    like,
+    path_taken,
+    roundings,
+)
+from tests.support.models.lora_dropout import dropped
+from tests.support.pairs import pairwise
 
 SCALE = [2.0, 0.5]
 

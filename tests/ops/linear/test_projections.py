@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.checks import assert_no_worse, count_graphs
 from torch import nn
 
 from liger_ops.linear import project as projections
 from liger_ops.linear.layers import has_hooks, is_bare_linear
 from liger_ops.linear.project import project
+from tests.support.checks import assert_no_worse, count_graphs
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as nnf
-from support.checks import CPU_DTYPES, assert_no_worse, path_taken
-from support.oracles.cross_entropies import reference_with_metrics
-from support.oracles.logits_losses import CROSS_ENTROPY, EXTRAS, OVERWRITING, check, of_cross_entropy, overwriting
-from support.pairs import pairwise
 
 from liger_ops.functional import cross_entropy, cross_entropy_, cross_entropy_with_metrics
+from tests.support.checks import CPU_DTYPES, assert_no_worse, path_taken
+from tests.support.oracles.cross_entropies import reference_with_metrics
+from tests.support.oracles.logits_losses import CROSS_ENTROPY, EXTRAS, OVERWRITING, check, of_cross_entropy, overwriting
+from tests.support.pairs import pairwise
 
 OPS = [cross_entropy, overwriting]
 

@@ -5,7 +5,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as nnf
-from support.checks import (
+
+from liger_ops import functional as F
+from liger_ops.nn import FusedLinearCrossEntropyLoss
+from tests.support.checks import (
     CPU_DTYPES,
     HALF_TYPES,
     assert_no_worse,
@@ -17,8 +20,8 @@ from support.checks import (
     path_taken,
     roundings,
 )
-from support.oracles import linear_losses
-from support.oracles.linear_losses import (
+from tests.support.oracles import linear_losses
+from tests.support.oracles.linear_losses import (
     BITS,
     CE_OPTIONS,
     budget_for,
@@ -29,10 +32,7 @@ from support.oracles.linear_losses import (
     plan_of,
     small_budget,
 )
-from support.pairs import pairwise
-
-from liger_ops import functional as F
-from liger_ops.nn import FusedLinearCrossEntropyLoss
+from tests.support.pairs import pairwise
 
 flce = F.fused_linear_cross_entropy
 with_metrics = F.fused_linear_cross_entropy_with_metrics

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import check_no_synchronization, check_replays, gradients, has_hopper_kernels, output_of, path_taken
-from support.oracles.linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
 from torch.nn import functional as nnf
 
 import liger_ops
 from liger_ops.functional import fused_linear_cross_entropy as flce
+from tests.support.checks import (
+    check_no_synchronization,
+    check_replays,
+    gradients,
+    has_hopper_kernels,
+    output_of,
+    path_taken,
+)
+from tests.support.oracles.linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
 
 BOTH = BITS["input"] | BITS["weight"]
 

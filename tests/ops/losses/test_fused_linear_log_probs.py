@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, assert_no_worse, like
-from support.oracles import linear_losses
-from support.oracles.linear_losses import check, least_budget, of_log_probs
-from support.pairs import pairwise
 
 from liger_ops import functional as F
+from tests.support.checks import CPU_DTYPES, assert_no_worse, like
+from tests.support.oracles import linear_losses
+from tests.support.oracles.linear_losses import check, least_budget, of_log_probs
+from tests.support.pairs import pairwise
 
 op = F.fused_linear_log_probs
 EXTRAS = dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True)

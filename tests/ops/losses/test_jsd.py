@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from support.oracles.divergences import noise  # noqa: F401
-from support.oracles.logits_losses import PLAIN
 
 from liger_ops.functional import jsd
+from tests.support.oracles.divergences import noise  # noqa: F401
+from tests.support.oracles.logits_losses import PLAIN
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])

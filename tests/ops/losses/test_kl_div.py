@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as nnf
-from support.oracles.divergences import noise  # noqa: F401
-from support.oracles.logits_losses import of_divergence
 
 from liger_ops.functional import kl_div
+from tests.support.oracles.divergences import noise  # noqa: F401
+from tests.support.oracles.logits_losses import of_divergence
 
 
 @pytest.mark.parametrize("log_target", [False, True])

@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
-from support.checks import (
+
+from liger_ops import functional as F
+from liger_ops import nn
+from tests.support.checks import (
     CPU_DTYPES,
     check_deterministic,
     check_no_double_backward,
@@ -16,9 +19,9 @@ from support.checks import (
     gradients,
     like,
 )
-from support.host.allocations import peak_memory
-from support.host.solo_group import solo_group
-from support.oracles.linear_losses import (
+from tests.support.host.allocations import peak_memory
+from tests.support.host.solo_group import solo_group
+from tests.support.oracles.linear_losses import (
     CROSS_ENTROPY,
     DIVERGENCE,
     LOG_PROBS,
@@ -27,10 +30,7 @@ from support.oracles.linear_losses import (
     least_budget,
     small_budget,
 )
-from support.pairs import pairs_of, pairwise
-
-from liger_ops import functional as F
-from liger_ops import nn
+from tests.support.pairs import pairs_of, pairwise
 
 NAMES = [loss.name for loss in LOSSES]
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=NAMES)

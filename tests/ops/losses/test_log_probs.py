@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from support.oracles.logits_losses import of_log_probs
 
 from liger_ops.functional import log_probs
+from tests.support.oracles.logits_losses import of_log_probs
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])

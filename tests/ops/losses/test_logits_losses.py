@@ -5,8 +5,11 @@ import math
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES
-from support.oracles.logits_losses import (
+from torch import Tensor
+
+from liger_ops import functional as F
+from tests.support.checks import CPU_DTYPES
+from tests.support.oracles.logits_losses import (
     CHOICES,
     CROSS_ENTROPY,
     DIVERGENCES,
@@ -17,10 +20,7 @@ from support.oracles.logits_losses import (
     PLAIN,
     check,
 )
-from support.pairs import pairs_of, pairwise
-from torch import Tensor
-
-from liger_ops import functional as F
+from tests.support.pairs import pairs_of, pairwise
 
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=str)
 each_divergence = pytest.mark.parametrize("loss", DIVERGENCES, ids=str)

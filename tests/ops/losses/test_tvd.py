@@ -1,9 +1,9 @@
 """tvd: what test_logits_losses.py does not cover."""
 
 import torch
-from support.oracles.divergences import noise  # noqa: F401
 
 from liger_ops.functional import tvd
+from tests.support.oracles.divergences import noise  # noqa: F401
 
 
 def test_the_gradient_of_equal_probabilities_is_zero(device):

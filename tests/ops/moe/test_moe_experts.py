@@ -3,7 +3,11 @@
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.checks import (
+from torch import Tensor
+
+from liger_ops.reference.moe_experts import moe_experts as declared
+from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
+from tests.support.checks import (
     CPU_DTYPES,
     check_no_synchronization,
     check_op,
@@ -11,12 +15,8 @@ from support.checks import (
     gradients,
     has_hopper_kernels,
 )
-from support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
-from support.pairs import pairwise
-from torch import Tensor
-
-from liger_ops.reference.moe_experts import moe_experts as declared
-from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
+from tests.support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
+from tests.support.pairs import pairwise
 
 moe_experts, moe_experts_sorted = torch.ops.liger.moe_experts, torch.ops.liger.moe_experts_sorted
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_no_synchronization, check_op, check_replays, equal, gradients
-from support.host.allocations import largest_allocation
-from support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs
-from support.pairs import pairwise
 
 from liger_ops.reference.moe_experts import moe_experts as declared
 from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
+from tests.support.checks import CPU_DTYPES, check_no_synchronization, check_op, check_replays, equal, gradients
+from tests.support.host.allocations import largest_allocation
+from tests.support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs
+from tests.support.pairs import pairwise
 
 ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 SCALES = dict(gate_up_scale=0.5, down_scale=2.0)

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
-from support.checks import (
+
+from liger_ops import functional as F
+from tests.support.checks import (
     CPU_DTYPES,
     assert_no_worse,
     gradients,
@@ -12,9 +14,7 @@ from support.checks import (
     path_taken,
     roundings,
 )
-from support.pairs import pairwise, sizes_by_device
-
-from liger_ops import functional as F
+from tests.support.pairs import pairwise, sizes_by_device
 
 moe_router = torch.ops.liger.moe_router
 reference = F.moe_router.reference

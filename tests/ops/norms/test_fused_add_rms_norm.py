@@ -3,12 +3,12 @@ the options."""
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, check_op, equal, path_taken
-from support.oracles import normalization
-from support.oracles.normalization import make
-from support.pairs import sizes_by_device
 
 from liger_ops import functional
+from tests.support.checks import CPU_DTYPES, check_op, equal, path_taken
+from tests.support.oracles import normalization
+from tests.support.oracles.normalization import make
+from tests.support.pairs import sizes_by_device
 
 NAME = "fused_add_rms_norm"
 fused, reference = torch.ops.liger.fused_add_rms_norm, functional.fused_add_rms_norm.reference

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES
-from support.oracles import normalization
-from support.oracles.normalization import check, make
-from support.pairs import pairwise
+
+from tests.support.checks import CPU_DTYPES
+from tests.support.oracles import normalization
+from tests.support.oracles.normalization import check, make
+from tests.support.pairs import pairwise
 
 layer_norm = torch.ops.liger.layer_norm
 PRESENT = {"weight and bias": (True, True), "weight": (True, False), "bias": (False, True), "neither": (False, False)}

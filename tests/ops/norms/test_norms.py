@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from support.calls import outputs
-from support.checks import (
+
+from liger_ops.reference import operators
+from tests.support.calls import outputs
+from tests.support.checks import (
     CPU_DTYPES,
     ROWS_AND_PARAMETERS,
     assert_no_worse,
@@ -11,10 +13,8 @@ from support.checks import (
     path_taken,
     sizes_around_tiles,
 )
-from support.oracles.normalization import NORMS, check, make
-from support.pairs import sizes_by_device
-
-from liger_ops.reference import operators
+from tests.support.oracles.normalization import NORMS, check, make
+from tests.support.pairs import sizes_by_device
 
 each = pytest.mark.parametrize("name", NORMS)
 # Both sides of every tile boundary, model widths, and widths that only unaligned configs serve.

@@ -1,10 +1,11 @@
 """rms_norm: its options, which fused_add_rms_norm has too. test_norms.py has what all norms do."""
 
 import torch
-from support.checks import CPU_DTYPES
-from support.oracles import normalization
-from support.oracles.normalization import check, make
-from support.pairs import pairwise
+
+from tests.support.checks import CPU_DTYPES
+from tests.support.oracles import normalization
+from tests.support.oracles.normalization import check, make
+from tests.support.pairs import pairwise
 
 
 @pairwise(

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.checks import CPU_DTYPES, check_op, gradients
-from support.oracles.normalization import check, make
-from support.oracles.normalization import gated_terms as terms
-from support.pairs import pairwise, sizes_by_device
 
 from liger_ops import functional
+from tests.support.checks import CPU_DTYPES, check_op, gradients
+from tests.support.oracles.normalization import check, make
+from tests.support.oracles.normalization import gated_terms as terms
+from tests.support.pairs import pairwise, sizes_by_device
 
 NAME = "rms_norm_gated"
 gated, reference = torch.ops.liger.rms_norm_gated, functional.rms_norm_gated.reference

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from support.oracles.quantizers import check
 
 from liger_ops import functional as F
 from liger_ops.reference.quantize_blocks import BLOCKS, for_each
+from tests.support.oracles.quantizers import check
 
 each = pytest.mark.parametrize("block", BLOCKS)
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from support.checks import HALF_TYPES
-from support.models.quantised import as_bits
-from support.oracles.quantizers import assert_same_bits, check
 
 from liger_ops import functional as F
+from tests.support.checks import HALF_TYPES
+from tests.support.models.quantised import as_bits
+from tests.support.oracles.quantizers import assert_same_bits, check
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.checks import CPU_DTYPES, LAYOUTS, OPCHECKS, path_taken, sizes_around_tiles
-from support.oracles.quantizers import QUANTIZERS, assert_same_bits, check
-from support.pairs import pairwise, sizes_by_device
+
+from tests.support.checks import CPU_DTYPES, LAYOUTS, OPCHECKS, path_taken, sizes_around_tiles
+from tests.support.oracles.quantizers import QUANTIZERS, assert_same_bits, check
+from tests.support.pairs import pairwise, sizes_by_device
 
 each = pytest.mark.parametrize("name", QUANTIZERS)
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.checks import CPU_DTYPES, HALF_TYPES, ROWS_AND_PARAMETERS
-from support.oracles.rotations import check, make
-from support.pairs import pairwise
+
+from tests.support.checks import CPU_DTYPES, HALF_TYPES, ROWS_AND_PARAMETERS
+from tests.support.oracles.rotations import check, make
+from tests.support.pairs import pairwise
 
 NAME = "qk_norm_rope"
 qk_norm_rope = torch.ops.liger.qk_norm_rope

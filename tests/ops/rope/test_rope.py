@@ -3,9 +3,10 @@
 import pytest
 import torch
 from hypothesis import strategies as st
-from support.checks import CPU_DTYPES, check_op, equal
-from support.oracles.rotations import angles, check, make, reference
-from support.pairs import pairwise, sizes_by_device
+
+from tests.support.checks import CPU_DTYPES, check_op, equal
+from tests.support.oracles.rotations import angles, check, make, reference
+from tests.support.pairs import pairwise, sizes_by_device
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
 WAYS = {

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.checks import (
+
+from tests.support.checks import (
     CPU_DTYPES,
     ROWS_AND_PARAMETERS,
     assert_no_worse,
@@ -10,9 +11,9 @@ from support.checks import (
     path_taken,
     sizes_around_tiles,
 )
-from support.oracles.rotations import FORMULAS, angles, check, make
-from support.pairs import pairwise, sizes_by_device
-from support.rows import Bound, contiguous, of_temporaries
+from tests.support.oracles.rotations import FORMULAS, angles, check, make
+from tests.support.pairs import pairwise, sizes_by_device
+from tests.support.rows import Bound, contiguous, of_temporaries
 
 OPERATORS = {name: getattr(torch.ops.liger, name) for name in FORMULAS}
 each = pytest.mark.parametrize("name", OPERATORS)

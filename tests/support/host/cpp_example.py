@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import liger_ops
-from support.host.stub_cuda import scratch
+from tests.support.host.stub_cuda import scratch
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "cpp"
 

@@ -29,7 +29,7 @@ class Fork:
     """A process that runs `code`. There, `channel` is the other end of this object's channel: a file of text lines."""
 
     def __init__(self, code: str, out: TextIO, err: TextIO, imports: Sequence[str] = (), **env: str) -> None:
-        from support.checks import environment_of_tree
+        from tests.support.checks import environment_of_tree
 
         self.returncode: int | None = None
         self.connection, theirs = socket.socketpair()
@@ -72,7 +72,7 @@ class Fork:
 
 @cache
 def server() -> socket.socket:
-    from support.checks import environment_of_tree
+    from tests.support.checks import environment_of_tree
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # transformers asks for GPUs when it is imported, and without NVML this would use CUDA.

@@ -20,7 +20,7 @@ SUPPORT = Path(__file__).parent
 
 class Process:
     def __init__(self) -> None:
-        from support.checks import environment_of_tree
+        from tests.support.checks import environment_of_tree
 
         self.connection, theirs = Pipe()
         environment = environment_of_tree(TRITON_INTERPRET="1", LIGER_OPS_INTERPRET="1")
@@ -67,7 +67,7 @@ def tracker() -> ctypes.CDLL:
     """Built once, in build/."""
     import torch
 
-    from support.checks import ROOT
+    from tests.support.checks import ROOT
 
     source, library = SUPPORT / "tracked_memory.cpp", ROOT / "build" / f"tracked_memory-{torch.__version__}.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
@@ -98,7 +98,7 @@ def run_kernel(name: str, index: int, grid: tuple[int, int, int], arguments: int
     import torch
 
     import liger_ops.kernels as tables
-    from support.host import interpreter
+    from tests.support.host import interpreter
 
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     dtypes |= {"i8": torch.int8, "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64}
@@ -165,7 +165,7 @@ def runtime() -> ModuleType:
 def serve(connection: Connection) -> None:
     import torch
 
-    from support.host import interpreter
+    from tests.support.host import interpreter
 
     interpreter.install()
     tracker().track_memory()
@@ -183,5 +183,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["support.host.kernel_process"] = sys.modules["__main__"]
+    sys.modules["tests.support.host.kernel_process"] = sys.modules["__main__"]
     serve(Connection(int(sys.argv[1])))

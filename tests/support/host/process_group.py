@@ -22,11 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.host.fork_server import Fork
+from tests.support.host.fork_server import Fork
 
 # What cases import, loaded once in the server.
 IMPORTS = (
-    "checks", "language_models", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+    "tests.support.checks", "tests.support.models.language_models", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch._inductor.compile_fx", "liger_ops.transformers", "liger_ops.distributed",
     "transformers.models.gemma3.modeling_gemma3", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -88,7 +88,7 @@ def error_of(
 class Group:
     def __init__(self, cases: ModuleType, processes: int, device: str) -> None:
         self.cases, self.folder = cases, tempfile.TemporaryDirectory()
-        code = f"from support.host import process_group\nprocess_group.answer(channel, {cases.__file__!r}, {self.folder.name!r}, {device!r})"
+        code = f"from tests.support.host import process_group\nprocess_group.answer(channel, {cases.__file__!r}, {self.folder.name!r}, {device!r})"
         self.logs = [Path(self.folder.name, f"{rank}.log") for rank in range(processes)]
         self.ranks = []
         for rank, path in enumerate(self.logs):

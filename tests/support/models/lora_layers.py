@@ -11,9 +11,9 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from liger_ops._accuracy import Roundings, rounded
 from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel
-from support.checks import assert_no_worse
-from support.models.language_models import make, step
-from support.models.patched_models import logits_of
+from tests.support.checks import assert_no_worse
+from tests.support.models.language_models import make, step
+from tests.support.models.patched_models import logits_of
 
 # Projections in one call: q, k and v; o; gate and up; down.
 CALLS = [3, 1, 2, 1]

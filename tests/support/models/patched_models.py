@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops._accuracy import Roundings, rounded
 from liger_ops.transformers import apply_liger_kernel, unpatch
-from support.models.language_models import clone, make, step, tokens
+from tests.support.models.language_models import clone, make, step, tokens
 
 FUSED = "fused_linear_cross_entropy"
 # Of roundings of all parameters.

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_ops.linear import peft
 from liger_ops.transformers import apply_liger_kernel, deferred
-from support.models.language_models import make
-from support.models.lora_bases import adapt, replace_linears, with_bases
-from support.models.lora_layers import BASE, CALLS, LAYERS, build, record_calls, with_adapters
+from tests.support.models.language_models import make
+from tests.support.models.lora_bases import adapt, replace_linears, with_bases
+from tests.support.models.lora_layers import BASE, CALLS, LAYERS, build, record_calls, with_adapters
 
 HEAD = ["lm_head"]
 

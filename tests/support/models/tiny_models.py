@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from support.models.language_models import SIZES, make
+from tests.support.models.language_models import SIZES, make
 
 # All experts are chosen: a choice might depend on rounding.
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -22,7 +22,7 @@ from liger_ops import functional as F
 from liger_ops.compat import missing, modules
 from liger_ops.compat.names import SERVED_VERSION
 from liger_ops.reference import operators
-from support.oracles.liger_kernel_names import LIST
+from tests.support.oracles.liger_kernel_names import LIST
 
 INTRODUCTION = f"""\
 # From liger-kernel

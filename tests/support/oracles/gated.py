@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, path_taken
-from support.pairs import sizes_by_device
+from tests.support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, path_taken
+from tests.support.pairs import sizes_by_device
 
 # Widths on both sides of every tile boundary in the variant table and of the CPU loop lengths (512 and 8192), model
 # widths that are not powers of two, and odd widths that no vector length divides.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as TF
 
-from support.host.solo_group import group_of_one, solo_group
-from support.oracles.liger_kernel_calls import Call, Case, draw, first, function, given, with_weight_first
+from tests.support.host.solo_group import group_of_one, solo_group
+from tests.support.oracles.liger_kernel_calls import Call, Case, draw, first, function, given, with_weight_first
 
 V = 13
 # Of seven rows, two of which are ignored: with the usual index, and with 3.

@@ -14,7 +14,16 @@ from torch import Tensor
 from liger_ops import functional as F
 from liger_ops._accuracy import compute_dtype
 from liger_ops.reference import operators
-from support.checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
+from tests.support.checks import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    assert_no_worse,
+    coarseness,
+    gradients,
+    like,
+    path_taken,
+    roundings,
+)
 
 plan = torch.ops.liger._fused_linear_cross_entropy_plan
 # The plan takes these bits: which gradients a call computes.

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from liger_ops import functional as F
-from support.checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
-from support.oracles import divergences
+from tests.support.checks import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    assert_no_worse,
+    coarseness,
+    gradients,
+    like,
+    path_taken,
+    roundings,
+)
+from tests.support.oracles import divergences
 
 Call = tuple[dict[str, Tensor | None], dict[str, Any]]  # tensors and options
 INDEX_TYPES = [torch.int64, torch.int32]

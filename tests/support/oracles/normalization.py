@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_ops._accuracy import compute_dtype
 from liger_ops.reference import operators
-from support.checks import check_op
+from tests.support.checks import check_op
 
 
 @torch.no_grad()

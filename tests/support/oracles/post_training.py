@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from support.checks import assert_most_digits, gradients, like
+from tests.support.checks import assert_most_digits, gradients, like
 
 B, S, WIDTH, CLASSES = 4, 7, 16, 37
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_ops import functional as F
 from liger_ops.reference.quantize_blocks import BLOCKS
-from support.models.quantised import as_bits
+from tests.support.models.quantised import as_bits
 
 # Operator and options.
 QUANTIZERS = {name: (getattr(F, name), {}) for name in ("quantize_rows", "quantize_columns", "quantize_both")}

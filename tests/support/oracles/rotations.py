@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import functional
-from support.checks import check_op
+from tests.support.checks import check_op
 
 
 def rotate(x: Tensor, interleaved: bool) -> Tensor:

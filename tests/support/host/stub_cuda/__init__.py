@@ -69,11 +69,11 @@ def environment(**changes: Any) -> dict[str, str]:
 def run(function: Callable, *arguments: Any, needs: Sequence[Callable] = (), **env: Any) -> Run:
     """Calls `function` in a new process and returns its value and log. The process runs the source of `function` and of
     `needs`, the helpers that it calls; both can use the names of stub_cuda.client."""
-    from support.checks import run_python
+    from tests.support.checks import run_python
 
     call = f"{function.__name__}(*json.loads({json.dumps(arguments)!r}))"
     source = "\n".join(textwrap.dedent(inspect.getsource(f)) for f in (*needs, function))
-    code = f"from support.host.stub_cuda.client import *\n{source}\nprint('\\n' + json.dumps({call}))"
+    code = f"from tests.support.host.stub_cuda.client import *\n{source}\nprint('\\n' + json.dumps({call}))"
     done = run_python(code, **environment(**env))
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
     lines = [line.removeprefix("liger_ops: ") for line in done.stderr.splitlines() if line.startswith("liger_ops: ")]

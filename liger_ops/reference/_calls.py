@@ -188,7 +188,7 @@ def choices(operator: Operator) -> Iterator[Choice]:
 # ---- Values
 
 
-def is_weight_of_one(operator: Operator, name: str) -> bool:
+def is_never_negative(operator: Operator, name: str) -> bool:
     """Whether it weighs each class or token. Such weights are never negative."""
     shapes = described_tensors(operator)[name].shapes
     return name.endswith("weight") and name in operator.constants and shapes in ("(V,)", "(...)")
@@ -201,7 +201,7 @@ def numbers(
     t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
     # Predictions must not depend on rounding: sums of these values are exact in every dtype.
     t = (2 * t).round().clamp(-4, 4) / 4 if "predicted_tokens" in getattr(operator.result, "_fields", ()) else t
-    t = t.abs() if is_weight_of_one(operator, name) else t
+    t = t.abs() if is_never_negative(operator, name) else t
     return torch.view_as_complex(t) if described.is_of("complex") else t[..., 0]
 
 

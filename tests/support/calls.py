@@ -1,5 +1,5 @@
-"""A module that calls one operator, for every operator that has a gradient. Every operator has rows by its declaration, with
-all tensors and without the optional ones; those below have other options and shapes.
+"""How tests call each operator that has a gradient: ROWS. Every operator has rows by its declaration, with all tensors and
+without the optional ones; those below have other options and shapes.
 
 B (batch) and S (sequence) vary between calls.
 """
@@ -7,7 +7,6 @@ B (batch) and S (sequence) vary between calls.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from liger_ops.reference import Operator, operators
 from liger_ops.reference._calls import (
     Shapes,
     described_tensors,
-    is_weight_of_one,
+    is_never_negative,
     letter_of_indices,
     optional_tensors,
     required_options,
@@ -25,7 +24,6 @@ from liger_ops.reference._calls import (
 )
 from tests.support.host.solo_group import SOLO, solo_group
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 WIDTH, VOCABULARY, SIZE = 16, 24, 8
 # By dimension letter.
 SIZES = dict(
@@ -49,7 +47,7 @@ def is_constant(operator: Operator) -> bool:
 
 
 def with_batch(written: Sequence[str]) -> str:
-    """Of several shapes the first, but angles of every sample."""
+    """The first of several shapes, but the batched one of rotary angles."""
     return written[-1] if written[-1].startswith("1 or B") else written[0]
 
 
@@ -75,7 +73,7 @@ def row(
         shape = tuple(made.shape(shapes[name]) if name in (shapes or {}) else shape)
         is_input = {"B", "S"} & set(shape) or described_tensors(operator)[name].is_of("indices")
         (inputs if is_input else parameters)[name] = shape
-    absent = {name: None for name in operator.types if name not in defaults | options | inputs | parameters}
+    absent = [name for name in operator.types if name not in defaults | options | inputs | parameters]
     return Row(
         op, inputs, parameters, options | {name: None for name in absent if "[" not in str(operator.types[name])}
     )
@@ -194,7 +192,7 @@ class Call(nn.Module):
         # Results of experts stay near 1, so that rounding errors of two products do too.
         made = {k: torch.randn(s) * (s[-1] ** -0.5 if len(s) == 3 else 1.0) for k, s in row.parameters.items()}
         for k in self.fixed:
-            self.register_buffer(k, made[k].abs() if is_weight_of_one(operators()[row.op], k) else made[k])
+            self.register_buffer(k, made[k].abs() if is_never_negative(operators()[row.op], k) else made[k])
         self.parameters_of_op = nn.ParameterDict({k: t for k, t in made.items() if k not in self.fixed})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -223,7 +221,7 @@ def inputs_of(
         t = torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32))
         if described[name].is_of("bool"):
             return t > -0.5
-        t = t.abs() if is_weight_of_one(operator, name) else t
+        t = t.abs() if is_never_negative(operator, name) else t
         return t.requires_grad_(requires_grad and name not in operator.constants)
 
     return tuple(make(name, shape) for name, shape in row.inputs.items())

@@ -277,30 +277,6 @@ def check_inductor(function: Callable, inputs: Sequence[Tensor | None], grads_ou
         torch.testing.assert_close(ours, theirs)
 
 
-def check_export(
-    op: Any, module: torch.nn.Module, inputs: Sequence[Tensor], others: Sequence[Tensor], strict: bool
-) -> None:
-    """Exports `module` with a dynamic first dimension. `op` must remain a single call, also after run_decompositions(),
-    and the program must accept `others`, whose first dimension differs."""
-    batch = torch.export.Dim("batch", min=2, max=1024)
-    exported = torch.export.export(module, tuple(inputs), dynamic_shapes=[{0: batch}] * len(inputs), strict=strict)
-    for program in (exported, exported.run_decompositions()):
-        targets = [n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-        assert targets == [op.default]
-        ours, theirs = program.module()(*others), module(*others)
-        assert equal(*((out if isinstance(out, tuple) else (out,)) for out in (ours, theirs)))
-
-
-def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], path: Path) -> None:
-    """A scripted module, after save and load, runs forward and backward on several shapes."""
-    torch.jit.script(module).save(str(path))
-    loaded = torch.jit.load(str(path))
-    for inputs in calls:
-        out = module(*inputs)
-        grads_out = [torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
-        assert equal(gradients(loaded, inputs, grads_out), gradients(module, inputs, grads_out))
-
-
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
     """Runs code in a new Python process that imports this source tree."""
     environment = environment_of_tree(**env)

@@ -403,7 +403,7 @@ def serve(channel: Any, op: str) -> None:
 def outcomes(op: str) -> list[list[str]]:
     """Of each of an operator's wrong calls: what happens without and with a graph."""
     # The first backward of a process would import the second module.
-    modules = ["wrong_calls", "torch.fx.experimental.symbolic_shapes"]
+    modules = ["tests.support.wrong_calls", "torch.fx.experimental.symbolic_shapes"]
     fork = Fork(
         f"from tests.support import wrong_calls; wrong_calls.serve(channel, {op!r})", sys.stdout, sys.stderr, modules
     )

@@ -33,7 +33,6 @@ from tests.support.oracles.linear_losses import (
 from tests.support.pairs import pairs_of, pairwise
 
 NAMES = [loss.name for loss in LOSSES]
-each_loss = pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
 reduced_losses = pytest.mark.parametrize("loss", [CROSS_ENTROPY, DIVERGENCE], ids=str)
 
 

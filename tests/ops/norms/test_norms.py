@@ -85,7 +85,7 @@ def test_more_than_2_to_the_31_elements(name):
 
 
 X, W = torch.ones(2, 8), torch.ones(8)
-# The rules that norms share are tested of rms_norm, and of every argument in test_wrong_calls.py.
+# The wording of rules; test_wrong_calls.py tests that every argument has them.
 ERRORS = [
     ("rms_norm", (X.long(),), {}, "x must be float32, float16, bfloat16 or float64"),
     ("rms_norm", (torch.tensor(1.0),), {}, "x must have at least one dimension"),

@@ -1,6 +1,6 @@
 """Generates docs/from-liger-kernel.md from the list of the package's names and from what liger_ops.compat serves.
 
-python tests/support/from_liger_kernel.py docs/from-liger-kernel.md
+python -m tests.support.oracles.from_liger_kernel docs/from-liger-kernel.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The public names of a release of liger_kernel, read from the source in its wheel; nothing of it is imported.
 
-python tests/support/liger_kernel_names.py liger_kernel-0.8.5-py3-none-any.whl writes tests/compat/liger_kernel_names.txt
+python -m tests.support.oracles.liger_kernel_names liger_kernel-0.8.5-py3-none-any.whl writes
+tests/compat/liger_kernel_names.txt
 """
 
 from __future__ import annotations

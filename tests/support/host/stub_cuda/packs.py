@@ -1,4 +1,4 @@
-"""Builds the kernel packs that tests read, in build/test-packs: python tests/support/stub_cuda/packs.py.
+"""Builds the kernel packs that tests read, in build/test-packs: python tests/support/host/stub_cuda/packs.py.
 
 The packs hold a sample of each kernel: for compute capability 9.0 and as PTX each config at the first axis point that it
 serves, and every third also at the last (usually bf16 and fp32); for other architectures every fourth config, and the last

@@ -60,7 +60,7 @@ def in_one_sample(call: Arguments) -> Arguments:
 
 
 def by_section(call: Arguments) -> Arguments:
-    angles = {name: call[name].expand(3, 1, -1, -1) for name in ("cos", "sin")}
+    angles = {name: call[name].expand(3, -1, -1, -1) for name in ("cos", "sin")}
     return call | angles | dict(mrope_section=[1, 1, 2])
 
 

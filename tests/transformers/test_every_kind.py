@@ -132,7 +132,7 @@ def test_training_and_generation(kind, name):
         # In generation the convolution of new rows alone runs.
         assert KINDS[kind].cached or not calls(kind, model, use_cache=True)
         model.train()
-        assert rows or name == "afmoe"
+        assert rows or name in ("afmoe", "qwen3_5_text")  # with gates of attention alone
         return len(rows) or 1
 
     assert_trains_and_generates(model, tokens(), check, **alone(kind))

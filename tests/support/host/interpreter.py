@@ -300,12 +300,15 @@ def launch(function, grid, values, constexprs):
             builder.set_grid_idx(*index)
             body(*arguments, **constexprs)
         return
-    programs = [Program(index, lambda: body(*arguments, **constexprs)) for index in indices]
+    # Each starts when those ahead of it have ended or wait: a launch may have more programs than a process has threads.
+    programs = (Program(index, lambda: body(*arguments, **constexprs)) for index in indices)
     for _ in range(MOST_TURNS):
+        waiting = []
         for program in programs:
             builder.set_grid_idx(*program.index)
             program.go_on()
-        programs = [program for program in programs if not program.ended]
+            waiting += [] if program.ended else [program]
+        programs = waiting
     assert not programs, "programs wait forever"
 
 

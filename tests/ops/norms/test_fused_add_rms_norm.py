@@ -92,5 +92,5 @@ def test_autocast_on_cpu_adds_in_the_wider_dtype():
     assert equal([y, s], fused(x.float(), residual, weight.float()))
 
 
-def noise(name, x, residual, weight, eps, offset, casting_mode):
+def noise(name, x, residual, weight, eps, offset, **_):
     return tuple(normalization.noise(2, [x, residual], x + residual, weight, eps, offset=offset))

@@ -21,5 +21,5 @@ def test_options(name, dtype, weight_dtype, offset, casting_mode, eps, device):
     check(name, inputs, grads, device, eps=eps, offset=offset, casting_mode=casting_mode)
 
 
-def noise(name, x, weight, eps, offset, casting_mode):
+def noise(name, x, weight, eps, offset, **_):
     return tuple(normalization.noise(1, [x], x, weight, eps, offset=offset))

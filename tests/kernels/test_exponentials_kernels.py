@@ -99,67 +99,16 @@ def results_of(rows, n, columns, words, takes, arrives, extras, large):
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
     # A loss without gradients: sums have their own memory.
     alone, nothing = torch.full((rows,), float("nan")), torch.empty(1)
-    launch(
-        "weigh",
-        alone,
-        nothing,
-        factor,
-        taken,
-        nothing,
-        e.clone(),
-        x,
-        sums.clone(),
-        nothing,
-        base,
-        classes,
-        highest,
-        packed,
-        class_weight,
-        grad,
-        totals,
-        rows,
-        columns,
-        tiles,
-        tiles,
-        0,
-        e.stride(0),
-        columns,
-        words,
-        1,
-        z_scale,
-        HAS_WEIGHT * extras | ADD_Z_LOSS,
-    )
+
+    def weigh(lost, z_loss, weighed, e, sums, flags):
+        launch(
+            "weigh", lost, z_loss, factor, taken, weighed, e, x, sums, nothing, base, classes, highest, packed, class_weight,
+            grad, totals, rows, columns, tiles, sums.stride(0), 0, e.stride(0), columns, words, 1, z_scale, flags,
+        )  # fmt: skip
+
+    weigh(alone, nothing, nothing, e.clone(), sums.clone(), HAS_WEIGHT * extras | ADD_Z_LOSS)
     flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS | HAS_WEIGHT * extras | SAVE_Z_LOSS
-    launch(
-        "weigh",
-        lost,
-        z_loss,
-        factor,
-        taken,
-        weighed,
-        e,
-        x,
-        sums,
-        nothing,
-        base,
-        classes,
-        highest,
-        packed,
-        class_weight,
-        grad,
-        totals,
-        rows,
-        columns,
-        tiles,
-        sums.stride(0),
-        0,
-        e.stride(0),
-        columns,
-        words,
-        1,
-        z_scale,
-        flags,
-    )
+    weigh(lost, z_loss, weighed, e, sums, flags)
     dweight = scale * e[:, :n].T @ weighed
     dx = scale * e[:, :n] @ weight
     if takes:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.checks import LAYOUTS, equal, path_taken
+from tests.support.checks import LAYOUTS, RecordAddress, equal, path_taken
 from tests.support.pairs import sizes_by_device
 
 NORMS = {
@@ -59,20 +59,6 @@ class Produce(torch.autograd.Function):
         gradient = ctx.make()
         ctx.see(gradient)
         return gradient, None, None
-
-
-class RecordAddress(torch.autograd.Function):
-    """Copies x, and records the address of the gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, addresses: list) -> Tensor:
-        ctx.addresses = addresses
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        ctx.addresses.append(gradient.data_ptr())
-        return gradient, None
 
 
 def cosine(y: Tensor):

@@ -277,6 +277,20 @@ def check_inductor(function: Callable, inputs: Sequence[Tensor | None], grads_ou
         torch.testing.assert_close(ours, theirs)
 
 
+class RecordAddress(torch.autograd.Function):
+    """Copies x into a tensor that only its consumer references, and records the address of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, addresses: list) -> Tensor:
+        ctx.addresses = addresses
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.addresses.append(gradient.data_ptr())
+        return gradient, None
+
+
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
     """Runs code in a new Python process that imports this source tree."""
     environment = environment_of_tree(**env)

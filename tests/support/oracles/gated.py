@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, path_taken
+from tests.support.checks import CPU_DTYPES, RecordAddress, assert_no_worse, check_op, equal, path_taken
 from tests.support.pairs import sizes_by_device
 
 # Widths on both sides of every tile boundary in the variant table and of the CPU loop lengths (512 and 8192), model
@@ -29,20 +29,6 @@ def parameters_of_linear(n, rows, dtype, device):
     weight = (torch.randn(24, n, dtype=dtype, device=device) / n**0.5).requires_grad_()
     bias = torch.randn(24, dtype=dtype, device=device, requires_grad=True)
     return weight, bias, torch.randn(*rows, 24, dtype=dtype, device=device)
-
-
-class Probe(torch.autograd.Function):
-    """Copies x into a tensor that only its consumer references, and records the address of its gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, seen: list) -> Tensor:
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        ctx.seen.append(gradient.data_ptr())
-        return gradient, None
 
 
 def halves(gate_up: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +141,7 @@ class GatedTests:
             *parameters, grad = parameters_of_linear(256, (4,), torch.float32, device)
         op, learned, seen = getattr(self, form), [*leaves, *parameters], []
         expected = torch.autograd.grad(op(*learned), learned, grad)
-        inputs = [Probe.apply(t, seen) for t in leaves]
+        inputs = [RecordAddress.apply(t, seen) for t in leaves]
         addresses, held_inputs = {t.data_ptr() for t in inputs}, inputs if held else []
         out = op(*inputs, *parameters)
         del inputs
@@ -165,7 +151,7 @@ class GatedTests:
 
     def test_a_saved_input_shared_with_another_op_is_not_overwritten(self, device):
         leaf = torch.randn(4, 64, device=device, requires_grad=True)
-        x = Probe.apply(leaf, [])
+        x = RecordAddress.apply(leaf, [])
         total = self.op(x, x) + x.exp() * x.sin()
         del x
         expected = leaf.detach().requires_grad_()

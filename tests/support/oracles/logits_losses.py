@@ -196,7 +196,8 @@ def check(loss: LogitsLoss, given: dict[str, Tensor | None], options: dict[str, 
         upstream = [2 * g.sign() for g in upstream]
     with path_taken(device):
         ours = gradients(ours_of, [like(t) for t in tensors], upstream)
-    assert all(torch.equal(a.detach(), b) or b.isnan().any() for a, b in zip(ours, quiet))
+    same = [t.detach() for t in ours[: len(quiet)]]
+    torch.testing.assert_close(same, [*quiet], rtol=0.0, atol=0.0, equal_nan=True)
     eager = gradients(formula, [like(t) for t in tensors], upstream)
     oracle = gradients(formula, [like(t, torch.float64) for t in tensors], upstream)
     bounds = roundings(formula, tensors, upstream, oracle)

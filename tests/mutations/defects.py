@@ -484,6 +484,74 @@ KERNELS = [
     ),
 ]  # fmt: skip
 
+FP8_HYBRID_ADAPTERS = [
+    Defect(
+        "rows-in-e4m3-hide-nan", "csrc/gemm/e4m3/rows.cpp",
+        "peak = v > peak || v != v ? v : peak;", "peak = v > peak ? v : peak;",
+        "ops/quantize",
+    ),
+    Defect(
+        "fp8-gradients-of-a-group-are-those-of-its-first-weight", "csrc/ops/linear/fp8.cpp",
+        "const Tensor rows = q.narrow_symint(0, first, count);", "const Tensor rows = q.narrow_symint(0, 0, count);",
+        "ops/linear/test_fp8_projections.py",
+    ),
+    Defect(
+        "fp8-linear-takes-routers", "liger_ops/transformers/linears.py",
+        'elif path.rpartition(".")[2] in ROUTERS:', 'elif path in ROUTERS:',
+        "transformers/test_transformers_linears.py",
+    ),
+    Defect(
+        "fp8-linear-takes-any-size", "liger_ops/transformers/linears.py",
+        "if any(size % multiple for size in sizes):", "if all(size % multiple for size in sizes):",
+        "transformers/test_transformers_linears.py",
+    ),
+    Defect(
+        "kernel-quantised-rows-forget-a-tile", "liger_ops/kernels/quantize/quantize_rows.py",
+        "peak = tl.maximum(peak, magnitude(tiles[t]))", "peak = magnitude(tiles[t])",
+        "kernels/test_quantizers.py kernels/test_every_kernel.py -k quantize",
+    ),
+    Defect(
+        "convolution-gradient-crosses-samples", "csrc/ops/conv/causal_conv1d_cpu.cpp",
+        "if (later < 0 || !a.row(batch, later, t)) continue;", "if (later < 0 || later >= a.length) continue;",
+        "ops/conv",
+    ),
+    Defect(
+        "delta-gates-rate-gradient-forgets-the-bias", "csrc/ops/gated/delta_gates.cpp",
+        "of_rate[i] += du * u,", "of_rate[i] += du * a[i],",
+        "ops/gated/test_delta_gates.py",
+    ),
+    Defect(
+        "kernel-short-conv-counts-rows-of-the-next-share", "liger_ops/kernels/conv/short_conv.py",
+        "counted = tl.where(own, dv, 0.0)", "counted = dv",
+        "kernels/test_every_kernel.py -k short_conv",
+    ),
+    Defect(
+        "kernel-xielu-slope-ignores-the-bound", "liger_ops/kernels/activations/xielu.py",
+        "tl.where(v > eps, -1.0, rise), ", "rise, ",
+        "kernels/test_every_kernel.py -k xielu",
+    ),
+    Defect(
+        "kernel-lora-pieces-repeat-the-middle", "liger_ops/kernels/linear/lora_linear.py",
+        "low = (rest - middle.to(tl.float32)).to(tl.bfloat16)", "low = rest.to(tl.bfloat16)",
+        "kernels/test_every_kernel.py -k lora",
+    ),
+    Defect(
+        "lora-drops-the-same-columns-of-every-row", "csrc/gemm/adapters/lora_dropout.h",
+        "mixed(uint32_t(row) ^ first_word) + second_word;", "mixed(first_word) + second_word;",
+        "ops/linear/test_projections.py ops/linear/test_lora_linear.py transformers/test_transformers_lora.py",
+    ),
+    Defect(
+        "lora-reads-four-bits-of-another-dtype", "liger_ops/linear/packed.py",
+        "if computes != dtype:", "if computes is None:",
+        "transformers/test_transformers_lora_quantised.py transformers/test_transformers_lora_reasons.py",
+    ),
+    Defect(
+        "rule-lora-gradients-of-adapters-are-not-summed", "liger_ops/distributed/rules/lora_linear.py",
+        "[Partial() if isinstance(p, Shard) else R for p in self.rows]", "[R for p in self.rows]",
+        "distributed/test_dtensor.py",
+    ),
+]  # fmt: skip
+
 DTENSOR = [
     Defect(
         "rule-rms-norm-weight-gradient-is-not-summed", "liger_ops/distributed/rules/rms_norm.py",
@@ -844,6 +912,6 @@ PACKAGING = [
 ]  # fmt: skip
 
 DEFECTS = [
-    *OPERATORS, *VOCAB_PARALLEL, *CORE_AND_RUNTIME, *GEMM, *KERNELS, *DTENSOR, *REFERENCE, *PATCHING,
-    *COMPAT_AND_LOSSES, *PACKAGING,
+    *OPERATORS, *VOCAB_PARALLEL, *CORE_AND_RUNTIME, *GEMM, *KERNELS, *FP8_HYBRID_ADAPTERS, *DTENSOR, *REFERENCE,
+    *PATCHING, *COMPAT_AND_LOSSES, *PACKAGING,
 ]  # fmt: skip

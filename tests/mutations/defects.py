@@ -179,14 +179,13 @@ OPERATORS = [
         "ops/losses/test_logits_losses.py",
     ),
     Defect(
-        "linear-cross-entropy-keeps-the-last-chunk", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
-        "dlogits.t(), x().narrow(0, first, count), first > 0,", "dlogits.t(), x().narrow(0, first, count), 0,",
+        "linear-loss-keeps-the-last-chunk", "csrc/ops/losses/linear/head.h",
+        "dlogits.t(), left, row > 0, scale", "dlogits.t(), left, 0, scale",
         "ops/losses/test_linear_losses.py",
     ),
     Defect(
-        "linear-cross-entropy-scales-logits-once", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
-        "gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
-        "gemm::multiply(dx, dlogits, weight, 0, 1, sustained);",
+        "linear-loss-scales-logits-once", "csrc/ops/losses/linear/head.h",
+        "weight.narrow(0, c, classes), c > 0, scale, sustained", "weight.narrow(0, c, classes), c > 0, 1, sustained",
         "ops/losses/test_linear_losses.py",
     ),
     Defect(
@@ -224,20 +223,19 @@ VOCAB_PARALLEL = [
         "distributed/test_vocab_parallel.py",
     ),
     Defect(
-        "split-linear-cross-entropy-keeps-a-part-of-d-input", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
-        "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);\n      dinput.reduce(dx, first, order, shard);",
-        "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
+        "split-linear-loss-keeps-a-part-of-d-input", "csrc/ops/losses/linear/head.h",
+        "        reduce(dx, row);\n", "",
         "distributed/test_vocab_parallel.py",
     ),
     Defect(
-        "split-linear-cross-entropy-counts-one-buffer-of-two", "csrc/ops/losses/fused_linear_cross_entropy_plan.cpp",
+        "split-linear-cross-entropy-counts-one-buffer-of-two", "csrc/ops/losses/linear/fused_linear_cross_entropy_plan.cpp",
         "2 * of_chunk + of_tokens <= budget", "of_chunk + of_tokens <= budget",
         "distributed/test_vocab_parallel.py "
         "ops/losses/test_linear_losses.py",
     ),
     Defect(
-        "split-low-rank-addend-keeps-a-partial-gradient", "csrc/ops/losses/linear_chunks.h",
-        "if (shard.is_split() && low_rank.gradient_of_t().defined()) {", "if (false) {",
+        "split-low-rank-addend-keeps-a-partial-gradient", "csrc/ops/losses/linear/head.h",
+        "if (division.shard.is_split() && of_t.defined())", "if (false)",
         "distributed/test_vocab_parallel.py",
     ),
     Defect(

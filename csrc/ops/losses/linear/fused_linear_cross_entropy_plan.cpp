@@ -1,7 +1,7 @@
 // How a call of fused_linear_cross_entropy splits its tokens into chunks, and the tensors that it allocates.
 
-#include "ops/losses/exponentials.h"
-#include "ops/losses/fused_linear_cross_entropy.h"
+#include "ops/losses/linear/exponentials.h"
+#include "ops/losses/linear/fused_linear_cross_entropy.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 

@@ -24,8 +24,9 @@
 // `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input
 // are this rank's part along that dimension.
 
-#include "ops/losses/fused_linear_cross_entropy.h"
-#include "ops/losses/linear_backward.h"
+#include "ops/losses/linear/checks.h"
+#include "ops/losses/linear/fused_linear_cross_entropy.h"
+#include "ops/losses/linear/node.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 

@@ -4,11 +4,13 @@
 
 #include "core/aten.h"
 #include "ops/losses/cross_entropy.h"
-#include "ops/losses/linear_chunks.h"
+#include "ops/losses/linear/gradients.h"
+#include "ops/losses/linear/plan.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 
 using namespace cross_entropy;
+using namespace linear;
 
 /// Bits of `wanted` above those of the gradients.
 constexpr int64_t kMetrics = 1 << 5, kLogProbs = 1 << 6;
@@ -40,7 +42,7 @@ struct Call {
   std::optional<int64_t> memory_budget, sequence_dim;
 
   bool is_split() const { return o.vocabulary.is_split(); }
-  Gradients trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
+  HeadTensors trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
 };
 
 /// deferred_scale: factors that backward applies, (of the tokens' gradients, of the head's); undefined: 1.

@@ -17,8 +17,8 @@ namespace kinds = kernels::constants::fused_linear_divergence;
 
 enum class Reduction { None, Mean, Sum };
 
-/// How the hidden states of a model become logits.
-struct Head {
+/// How a model's products become logits.
+struct Scaling {
   double scale;
   std::optional<double> softcap;
 };
@@ -26,7 +26,7 @@ struct Head {
 /// sequence_dim: the dimension along which the inputs are split over the ranks of the group.
 struct Options {
   double beta, temperature;
-  Head student, teacher;
+  Scaling student, teacher;
   Reduction reduction;
   std::optional<int64_t> memory_budget;
   core::Vocabulary vocabulary;

@@ -18,7 +18,8 @@
 // are this rank's part along that dimension.
 
 #include "core/operator.h"
-#include "ops/losses/fused_linear_log_probs.h"
+#include "ops/losses/linear/checks.h"
+#include "ops/losses/linear/fused_linear_log_probs.h"
 
 namespace liger::ops::fused_linear_log_probs {
 namespace {

@@ -7,9 +7,9 @@
 
 #include "core/operator.h"
 #include "ops/losses/cross_entropy.h"  // whose kernel scales gradients
-#include "ops/losses/linear_chunks.h"
+#include "ops/losses/linear/gradients.h"
 
-namespace liger::ops {
+namespace liger::ops::linear {
 
 /// A dense tensor as few rows as possible, within the 32-bit columns of the scaling kernel.
 inline at::Tensor as_long_rows(const at::Tensor& t) {
@@ -85,4 +85,4 @@ struct LinearNode : core::BackwardNode<Self, core::kAnyNumber> {
   }
 };
 
-}  // namespace liger::ops
+}  // namespace liger::ops::linear

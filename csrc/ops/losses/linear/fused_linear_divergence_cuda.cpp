@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/cuda/launch.h"
-#include "ops/losses/fused_linear_divergence_rows.h"
+#include "ops/losses/linear/fused_linear_divergence_rows.h"
 
 namespace liger::ops::fused_linear_divergence {
 namespace {

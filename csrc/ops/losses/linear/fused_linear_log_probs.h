@@ -11,13 +11,14 @@
 // BlockPlan. That of input is summed over the classes in fp32.
 
 #include "core/aten.h"
-#include "ops/losses/linear_chunks.h"
+#include "ops/losses/linear/loop.h"
 #include "ops/losses/log_probs.h"
 #include "runtime/status.h"
 
 namespace liger::ops::fused_linear_log_probs {
 
 using namespace core;
+using namespace linear;
 
 using at::Tensor;
 using core::ClassSizes;
@@ -42,7 +43,7 @@ struct Call : Settings {
   const char* op;
   Tensor input, weight, target, bias, low_rank_input, low_rank_weight;
 
-  Gradients trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
+  HeadTensors trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
 };
 
 /// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those
@@ -71,61 +72,6 @@ inline bool has_several_ids(const Tensor& input, const Tensor& target) { return 
 constexpr int64_t kForward = 320 * kMiB, kForwardWithGradients = 640 * kMiB;
 constexpr int64_t kLeastBackward = 320 * kMiB, kMostBackward = 1280 * kMiB;
 
-/// GEMMs of one call. weight: (V, H) in input's dtype, or in half precision beside fp32: then it is widened a part at a
-/// time. bias: (V,) in input's dtype, or undefined.
-struct Head {
-  Tensor weight, bias;
-  gemm::LowRank low_rank;
-  at::ScalarType dtype;  // of input
-  double scale;
-  bool sustained;
-
-  Head(const Call& call, const Tensor& x, int64_t tokens)
-      : weight(call.weight),
-        bias(call.bias.defined() ? call.bias.to(x.scalar_type()) : call.bias),
-        low_rank(call.op, call.low_rank_input, call.low_rank_weight, x),
-        dtype(x.scalar_type()),
-        scale(call.logits_scale),
-        sustained(gemm::is_sustained(2.0 * double(tokens) * double(x.size(1)) * double(weight.size(0)))) {}
-
-  bool is_mixed() const { return weight.scalar_type() != dtype; }
-
-  /// out: (T, n), the logits of n classes from first_class on. x: the tokens from `row` on.
-  void logits(Tensor out, const Tensor& x, int64_t row, int64_t first_class) const {
-    const Tensor of_weight = weight.narrow(0, first_class, out.size(1));
-    auto compute = [&](Tensor into, const Tensor& w, int64_t first) {
-      const Tensor of_bias = bias.defined() ? bias.narrow(0, first_class + first, w.size(0)) : bias;
-      if (low_rank.defined()) {
-        low_rank.write(into, row, low_rank.b().narrow(0, first_class + first, w.size(0)), of_bias, scale);
-        gemm::multiply(into, x, w.t(), 1, scale, sustained);
-      } else if (bias.defined()) {
-        at::addmm_out(into, of_bias, x, w.t(), scale, scale);
-      } else {
-        gemm::multiply(into, x, w.t(), 0, scale, sustained);
-      }
-    };
-    if (!is_mixed()) return compute(out, of_weight, 0);
-    for_widened_parts(of_weight, dtype, [&](int64_t first, int64_t count, const Tensor& w) {
-      compute(out.narrow(1, first, count), w, first);
-    });
-  }
-
-  /// into: (T, H), of input's dtype or fp32. dlogits: (T, n).
-  void input_gradient(Tensor into, const Tensor& dlogits, int64_t first_class, bool add) const {
-    const Tensor of_weight = weight.narrow(0, first_class, dlogits.size(1));
-    multiply_by_weight(into, dlogits, of_weight, add, scale, sustained);
-  }
-
-  /// into: (n, H), of weight's dtype. x: (T, H).
-  void weight_gradient(Tensor into, const Tensor& dlogits, const Tensor& x, bool add) const {
-    if (!is_mixed()) return gemm::multiply(into, dlogits.t(), x, add, scale, sustained);
-    for_widened_parts(into, dtype, [&](int64_t first, int64_t count, Tensor sum) {
-      at::addmm_out(sum, sum, dlogits.narrow(1, first, count).t(), x, double(add), scale);
-      into.narrow(0, first, count).copy_(sum);
-    });
-  }
-};
-
 /// Numbers of tokens, H and K of a call.
 struct Sizes {
   int64_t tokens, hidden, ids;
@@ -138,43 +84,33 @@ struct Sizes {
 
 /// What all loops of a call share.
 struct Pass {
-  const char* op;
   const Device& device;
   const Settings& s;
   const Sizes sizes;
-  const Shard shard;
-  Plan plan;
-  TokenOrder order;
-  const Tokens input;
+  const Division division;
   const Tensor index;  // (M, K)
   Head head;
 
-  Pass(const Device& on, const Call& call, Shard part, Plan planned)
-      : op(call.op),
-        device(on),
+  /// plan_of(tokens, the most classes of any rank).
+  template <class F>
+  Pass(const Device& on, const Call& call, const F& plan_of)
+      : device(on),
         s(call),
         sizes(call.input, call.target),
-        shard(std::move(part)),
-        plan(planned),
-        order(order_of(op, call.input, call.target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
-        input(call.input, sizes.tokens, order),
-        index(arranged(call.target, sizes.ids).contiguous()),
-        head(call, input.x, sizes.tokens) {}
+        division(
+            call.op, call.input, call.target.sizes().slice(0, call.input.dim() - 1),
+            Shard(call.op, call.vocabulary, call.weight.size(0), "weight"), s.sequence_dim,
+            call.input.options().dtype(compute_type(call.input)), plan_of),
+        index(division.arranged(call.target, sizes.ids).contiguous()),
+        head(division, call.trained(), call.logits_scale, 2) {}
 
-  /// Numbers per token in the order of this call, (M, each).
-  Tensor arranged(const Tensor& t, int64_t each) const {
-    const bool ordered = order.is_split() && t.numel() > 0;
-    return (ordered ? order.arrange(t, each) : t).reshape({sizes.tokens, each});
-  }
+  const Shard& shard() const { return division.shard; }
 
-  at::TensorOptions numbers() const { return input.x.options().dtype(compute_type(input.x)); }
-  int64_t rows_from(int64_t first) const { return std::min(plan.chunk, sizes.tokens - first); }
   Tensor buffer(int64_t classes) const {
-    return at::empty({rows_from(0), logits_stride(classes, input.x.scalar_type())}, input.x.options());
+    const auto dtype = head.x().scalar_type();
+    return at::empty({division.rows_from(0), logits_stride(classes, dtype)}, head.x().options());
   }
-  Columns columns(int64_t first_class) const { return {shard.first + first_class, shard.classes, "target"}; }
-
-  core::Pending fetch(int64_t first) const { return input.fetch(first, plan.chunk, order, shard); }
+  Columns columns(int64_t first_class) const { return {shard().first + first_class, shard().classes, "target"}; }
 
   /// Overwrites logits of classes from first_class on with their gradient, or writes it to `into`.
   void differentiate(
@@ -183,7 +119,7 @@ struct Pass {
     if (logits.size(1) == 0) return;
     const int64_t rows = logits.size(0);
     device.backward(
-        op, into, upstream, logits, index.narrow(0, first, rows), stats.narrow(0, first, rows),
+        division.op, into, upstream, logits, index.narrow(0, first, rows), stats.narrow(0, first, rows),
         chosen.narrow(0, first, rows), s.o, columns(first_class));
   }
 };
@@ -203,15 +139,10 @@ inline Plan forward_plan(
   return plan;
 }
 
-inline BlockPlan backward_plan(
+inline Plan backward_plan(
     const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, WantedGradients wanted,
     std::optional<int64_t> memory_budget) {
-  if (!wanted.head()) {
-    BlockPlan plan;
-    static_cast<Plan&>(plan) = forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
-    plan.classes = std::max<int64_t>(1, classes);
-    return plan;
-  }
+  if (!wanted.head()) return forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
   const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
   const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
   return divide_classes(op, tokens, classes, int64_t(c10::elementSize(dtype)), sums, memory_budget.value_or(usual));
@@ -289,115 +220,106 @@ struct Facts {
   }
 };
 
+struct Chunk {
+  int64_t first;
+  core::Pending tokens, gathered;
+  Tensor logits;
+};
+
 struct ForwardPass : Pass {
   using Pass::Pass;
 
   Results out;  // in the order of this call: (M,), (M, K), (M, 3)
   Tensor of_log_probs, of_entropy;  // (M, H)
-  Tensor second;  // memory for the gradient of logits that are needed again
-
-  struct Chunk {
-    int64_t first;
-    core::Pending tokens, gathered;
-    Tensor logits;
-  };
+  Tensor memory, second;  // of logits, and of the gradient of logits that are needed again
 
   /// Of the tokens from first on.
   Results at_tokens(int64_t first) const {
-    const int64_t rows = rows_from(first);
+    const int64_t rows = division.rows_from(first);
     auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, rows) : Tensor(); };
     return {part(out.log_probs),   part(out.entropy),          part(out.stats),  part(out.chosen),
             part(out.mean_logits), part(out.log_sum_sq_probs), part(out.is_top1)};
   }
 
-  void open(Chunk& c, const Tensor& memory) const {
-    c.tokens.wait();
-    const int64_t rows = rows_from(c.first), classes = shard.n;
+  Chunk fetch(int64_t first) const { return {first, head.fetch(first), {}, {}}; }
+  void prepare(Chunk& c) const { c.tokens.wait(); }
+
+  void open(Chunk& c, int64_t) const {
+    const int64_t rows = division.rows_from(c.first), classes = shard().n;
     c.logits = logits_in(memory, rows, classes, head.bias.defined());
-    if (classes > 0) head.logits(c.logits, input.x.narrow(0, c.first, rows), c.first, 0);
+    if (classes > 0) head.logits(c.logits, c.first, 0);
     const Tensor ids = index.narrow(0, c.first, rows);
-    if (!shard.is_split()) {
+    if (!shard().is_split()) {
       Results results = at_tokens(c.first);
-      device.forward(op, c.logits, ids, s.o, results, columns(0));
+      device.forward(division.op, c.logits, ids, s.o, results, columns(0));
       return;
     }
+    const auto numbers = division.numbers;
     Results local;
-    local.log_probs = at::empty(ids.sizes(), numbers());
-    local.stats = at::empty({rows, 3}, numbers());
-    local.chosen = at::empty(ids.sizes(), numbers());
-    if (s.mean_logits) local.mean_logits = at::empty({rows}, numbers());
-    if (s.log_sum_sq_probs) local.log_sum_sq_probs = at::empty({rows}, numbers());
-    if (s.is_top1) local.is_top1 = at::empty(ids.sizes(), numbers().dtype(at::kBool));
-    if (classes > 0) device.forward(op, c.logits, ids, s.o, local, columns(0));
-    c.gathered = shard.group->all_gather(Facts(*this).of(local, classes > 0));
+    local.log_probs = at::empty(ids.sizes(), numbers);
+    local.stats = at::empty({rows, 3}, numbers);
+    local.chosen = at::empty(ids.sizes(), numbers);
+    if (s.mean_logits) local.mean_logits = at::empty({rows}, numbers);
+    if (s.log_sum_sq_probs) local.log_sum_sq_probs = at::empty({rows}, numbers);
+    if (s.is_top1) local.is_top1 = at::empty(ids.sizes(), numbers.dtype(at::kBool));
+    if (classes > 0) device.forward(division.op, c.logits, ids, s.o, local, columns(0));
+    c.gathered = shard().group->all_gather(Facts(*this).of(local, classes > 0));
   }
 
   void close(Chunk& c) const {
     const int64_t rows = c.logits.size(0);
-    if (shard.is_split()) {
+    if (shard().is_split()) {
       Results results = at_tokens(c.first);
-      Facts(*this).combine(c.gathered.wait(), index.narrow(0, c.first, rows), shard, s.o, results);
+      Facts(*this).combine(c.gathered.wait(), index.narrow(0, c.first, rows), shard(), s.o, results);
     }
     if (!of_log_probs.defined()) return;
     auto multiply = [&](const Tensor& into, Tensor dlogits, const Upstream& upstream) {
       differentiate(dlogits, c.logits, c.first, 0, upstream, out.stats, out.chosen);
-      head.input_gradient(into.narrow(0, c.first, rows), dlogits, 0, false);
+      multiply_by_weight(into.narrow(0, c.first, rows), dlogits, head.weight, false, head.scale, head.sustained);
     };
     // A single id is part of the product. Backward adds those of several, each with its own upstream gradient.
     Upstream upstream, of_row;
     upstream.of_others = sizes.ids != 1;
-    if (!upstream.of_others) upstream.log_probs = at::ones({rows, 1}, numbers());
+    if (!upstream.of_others) upstream.log_probs = at::ones({rows, 1}, division.numbers);
     Tensor dlogits = c.logits;
     if (of_entropy.defined()) dlogits = logits_in(second, rows, c.logits.size(1), head.bias.defined());
     multiply(of_log_probs, dlogits, upstream);
     if (!of_entropy.defined()) return;
-    of_row.entropy = at::ones({rows}, numbers());
+    of_row.entropy = at::ones({rows}, division.numbers);
     multiply(of_entropy, c.logits, of_row);
   }
 
   void run() {
-    if (plan.chunks == 0) {
-      if (input.x.is_cpu()) runtime::count_cpu_call();
+    if (division.plan.chunks == 0) {
+      if (head.x().is_cpu()) runtime::count_cpu_call();
       return;
     }
-    const Tensor first_buffer = buffer(shard.n);
-    if (of_entropy.defined()) second = at::empty_like(first_buffer);
-    Chunk next{0, fetch(0), {}, {}};
-    std::optional<Chunk> opened;
-    for (int64_t i = 0; i < plan.chunks; ++i) {
-      Chunk c = std::move(next);
-      const int64_t after = c.first + plan.chunk;
-      next = {after, fetch(after), {}, {}};
-      open(c, first_buffer);
-      if (opened) close(*opened);
-      opened = std::move(c);
-      // The facts of other ranks arrive during the next chunk's GEMM, unless the logits are needed again.
-      if (!shard.is_split() || of_log_probs.defined()) close(*opened), opened.reset();
-    }
-    if (opened) close(*opened);
+    memory = buffer(shard().n);
+    if (of_entropy.defined()) second = at::empty_like(memory);
+    // The facts of other ranks arrive during the next chunk's GEMM, unless the logits are needed again.
+    run_chunks(division, *this, shard().is_split() && !of_log_probs.defined());
   }
 };
 
 /// `into` has the memory for all results that are wanted.
 inline void forward(const Device& device, const Call& call, Forward& into) {
   c10::DeviceGuard guard(call.input.device());
-  Shard shard(call.op, call.vocabulary, call.weight.size(0), "weight");
-  const Sizes sizes(call.input, call.target);
-  const auto dtype = call.input.scalar_type();
   const bool gradients = into.of_log_probs.defined();
-  Plan plan = forward_plan(
-      call.op, sizes.tokens, shard.largest, dtype, gradients, into.of_entropy.defined(), call.memory_budget);
-  // A budget that is too small for backward is refused here.
-  if (into.rows.stats.defined() && !gradients) {
-    backward_plan(call.op, sizes.tokens, sizes.hidden, shard.largest, dtype, {true, true, true}, call.memory_budget);
-  }
-  ForwardPass pass(device, call, std::move(shard), plan);
+  ForwardPass pass(device, call, [&](int64_t tokens, int64_t classes) {
+    const auto dtype = call.input.scalar_type();
+    // A budget that is too small for backward is refused here.
+    if (into.rows.stats.defined() && !gradients) {
+      const int64_t hidden = call.input.size(-1);
+      backward_plan(call.op, tokens, hidden, classes, dtype, {true, true, true}, call.memory_budget);
+    }
+    return forward_plan(call.op, tokens, classes, dtype, gradients, into.of_entropy.defined(), call.memory_budget);
+  });
   const Results& out = into.rows;
-  const int64_t tokens = sizes.tokens, ids = sizes.ids;
+  const int64_t tokens = pass.division.tokens, ids = pass.sizes.ids;
   // Results in the order of this call, at their final place if that is the caller's order.
   auto flat = [&](const Tensor& t, bool wanted, at::IntArrayRef shape) {
     if (!wanted) return Tensor();
-    return pass.order.is_split() ? at::empty(shape, t.options()) : t.view(shape);
+    return pass.division.order.is_split() ? at::empty(shape, t.options()) : t.view(shape);
   };
   const bool graph = out.stats.defined();
   pass.out = {
@@ -408,12 +330,12 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
       flat(out.mean_logits, call.mean_logits, {tokens}),
       flat(out.log_sum_sq_probs, call.log_sum_sq_probs, {tokens}),
       flat(out.is_top1, call.is_top1, {tokens, ids})};
-  if (gradients) pass.of_log_probs = into.of_log_probs.view({tokens, sizes.hidden});
-  if (into.of_entropy.defined()) pass.of_entropy = into.of_entropy.view({tokens, sizes.hidden});
+  if (gradients) pass.of_log_probs = into.of_log_probs.view({tokens, pass.sizes.hidden});
+  if (into.of_entropy.defined()) pass.of_entropy = into.of_entropy.view({tokens, pass.sizes.hidden});
   pass.run();
-  if (!pass.order.is_split()) return;
+  if (!pass.division.order.is_split()) return;
   auto restore = [&](const Tensor& to, const Tensor& from, int64_t each) {
-    if (from.defined()) to.copy_(pass.order.restore(from, to.sizes(), each));
+    if (from.defined()) to.copy_(pass.division.order.restore(from, to.sizes(), each));
   };
   restore(out.log_probs, pass.out.log_probs, ids);
   restore(out.entropy, pass.out.entropy, 1);
@@ -431,68 +353,30 @@ inline void backward(
     const Device& device, const Call& call, const Tensor& grad, const Tensor& grad_entropy, const Tensor& stats_in,
     const Tensor& chosen_in, Gradients& into) {
   c10::DeviceGuard guard(call.input.device());
-  Shard shard(call.op, call.vocabulary, call.weight.size(0), "weight");
-  const Sizes sizes(call.input, call.target);
-  const auto dtype = call.input.scalar_type();
-  const BlockPlan plan =
-      backward_plan(call.op, sizes.tokens, sizes.hidden, shard.largest, dtype, into.defined(), call.memory_budget);
-  Pass pass(device, call, std::move(shard), plan);
-  const TokenOrder& order = pass.order;
-  const int64_t tokens = sizes.tokens, classes = pass.shard.n;
+  Pass pass(device, call, [&](int64_t tokens, int64_t classes) {
+    return backward_plan(
+        call.op, tokens, call.input.size(-1), classes, call.input.scalar_type(), into.defined(), call.memory_budget);
+  });
+  const Division& division = pass.division;
+  Head& head = pass.head;
   auto arranged = [&](const Tensor& t, int64_t each) {
-    return t.defined() ? pass.arranged(t, each).to(compute_type(call.input)).contiguous() : t;
+    return t.defined() ? division.arranged(t, each).to(compute_type(call.input)).contiguous() : t;
   };
-  const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, sizes.ids);
-  const Tensor g = arranged(grad, sizes.ids), h = arranged(grad_entropy, 1);
-  InputGradient dinput;
-  if (into.input.defined()) dinput.all = into.input.view({pass.input.local.size(0), sizes.hidden});
-  Tensor bias_sum;
-  if (into.bias.defined()) bias_sum = at::zeros({classes}, pass.numbers());
-  if (into.weight.defined() && pass.plan.chunks == 0) into.weight.zero_();
-  pass.head.low_rank.compute_gradients(into.low_rank_input, into.low_rank_weight);
-  // One block needs no sums over classes.
-  const bool sums = dinput.defined() && plan.classes < classes && at::isReducedFloatingType(dtype);
-  Tensor buffer = pass.plan.chunks > 0 ? pass.buffer(std::min(plan.classes, classes)) : Tensor(), sum;
-  if (sums) sum = at::empty({std::min(pass.plan.chunk, tokens), sizes.hidden}, pass.numbers());
-  core::Pending next = pass.fetch(0);
-  for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
-    next.wait();
-    next = pass.fetch(first + pass.plan.chunk);
-    const int64_t rows = pass.rows_from(first);
-    const Tensor x = pass.input.x.narrow(0, first, rows);
+  const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, pass.sizes.ids);
+  const Tensor g = arranged(grad, pass.sizes.ids), h = arranged(grad_entropy, 1);
+  head.differentiate(into);
+  Tensor buffer;
+  run_blocks(division, {&head}, [&](int64_t first, int64_t rows, int64_t c, int64_t classes) {
+    if (!buffer.defined()) buffer = pass.buffer(classes);
     Upstream upstream;
     if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
     if (h.defined()) upstream.entropy = h.narrow(0, first, rows);
-    const Tensor dx = dinput.defined() ? dinput.of_chunk(first, rows, order) : Tensor();
-    const Tensor total = sums ? sum.narrow(0, 0, rows) : dx;
-    /// Of all classes, over ranks.
-    auto finish_input = [&]() {
-      if (sums) dx.copy_(total);
-      dinput.reduce(dx, first, order, pass.shard);
-    };
-    if (dx.defined() && classes == 0) dx.zero_(), finish_input();
-    for (int64_t c = 0; c < classes; c += plan.classes) {
-      const int64_t count = std::min(plan.classes, classes - c);
-      Tensor logits = logits_in(buffer, rows, count, pass.head.bias.defined());
-      pass.head.logits(logits, x, first, c);
-      pass.differentiate(logits, logits, first, c, upstream, stats, chosen);
-      if (dx.defined()) {
-        pass.head.input_gradient(total, logits, c, c > 0);
-        // The reduction runs during the last GEMM.
-        if (c + count == classes) finish_input();
-      }
-      pass.head.low_rank.add_gradients(logits, first, c, call.logits_scale, call.logits_scale);
-      if (into.weight.defined()) {
-        pass.head.weight_gradient(into.weight.narrow(0, c, count), logits, x, first > 0);
-      }
-      if (bias_sum.defined()) {
-        bias_sum.narrow(0, c, count).add_(logits.sum(0, false, bias_sum.scalar_type()), call.logits_scale);
-      }
-    }
-  }
-  if (into.bias.defined()) into.bias.copy_(bias_sum);
-  finish_low_rank(pass.head.low_rank, pass.shard);
-  dinput.wait();
+    Tensor logits = logits_in(buffer, rows, classes, head.bias.defined());
+    if (classes > 0) head.logits(logits, first, c);
+    pass.differentiate(logits, logits, first, c, upstream, stats, chosen);
+    head.add(logits, first, c);
+  });
+  head.finish();
 }
 
 /// The gradient of input from what forward made of a frozen head, into `out`, which may be of_log_probs. stats, chosen

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "ops/losses/softmax.h"
-#include "ops/losses/fused_linear_divergence_rows.h"
+#include "ops/losses/linear/fused_linear_divergence_rows.h"
 
 namespace liger::ops::fused_linear_divergence {
 namespace {
@@ -136,7 +136,7 @@ struct CpuRows {
   const int32_t kind = r.o.kind();
   const C temperature = C(r.o.temperature), beta = C(r.o.beta), inverse = 1 / temperature;
 
-  Logits<C> logits(const Tensor& x, const Tensor& bias, const Head& head, int64_t row) const {
+  Logits<C> logits(const Tensor& x, const Tensor& bias, const Scaling& head, int64_t row) const {
     return {input<C>(x) + row * x.stride(0), const_data_or_null<C>(bias), C(head.scale), C(head.softcap.value_or(0))};
   }
 

@@ -25,8 +25,9 @@
 
 #include "core/operator.h"
 #include "core/values.h"
-#include "ops/losses/fused_linear_divergence_pass.h"
-#include "ops/losses/linear_backward.h"
+#include "ops/losses/linear/fused_linear_divergence_pass.h"
+#include "ops/losses/linear/checks.h"
+#include "ops/losses/linear/node.h"
 
 namespace liger::ops::fused_linear_divergence {
 namespace {

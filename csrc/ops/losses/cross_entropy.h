@@ -19,6 +19,7 @@
 #include "kernels/cross_entropy_results.h"
 #include "core/rows/rows_in_order.h"
 #include "core/split.h"
+#include "ops/losses/reduction.h"
 
 namespace liger::ops::cross_entropy {
 
@@ -27,8 +28,6 @@ using namespace core;
 using at::Tensor;
 
 namespace flags = kernels::constants::cross_entropy;
-
-enum class Reduction { None, Mean, Sum };
 
 /// The options that follow the tensors in every schema.
 struct Options {
@@ -58,14 +57,11 @@ struct Wanted {
 inline Options parse(
     const char* op, c10::string_view reduction, int64_t ignore_index, double label_smoothing, double lse_square_scale,
     std::optional<double> softcap, c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}) {
-  LIGER_CHECK(
-      reduction == "mean" || reduction == "sum" || reduction == "none", op, "reduction", "be 'mean', 'sum' or 'none'",
-      "'", reduction, "'");
+  const auto kind = parse_reduction(op, reduction);
   LIGER_CHECK(
       label_smoothing >= 0 && label_smoothing <= 1, op, "label_smoothing", "be between 0 and 1", label_smoothing);
   LIGER_CHECK(std::isfinite(lse_square_scale), op, "lse_square_scale", "be finite", lse_square_scale);
   LIGER_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, "softcap", "be positive and finite", *softcap);
-  auto kind = reduction == "mean" ? Reduction::Mean : reduction == "sum" ? Reduction::Sum : Reduction::None;
   return {kind, ignore_index, label_smoothing, lse_square_scale, softcap, parse_vocabulary(op, group, classes, sizes)};
 }
 
@@ -93,24 +89,13 @@ Options check(
   return parsed;
 }
 
-/// The incoming gradient of each row's loss: one number per row, or one for all rows (stride 0).
-struct Upstream {
-  Tensor values;
-  int64_t stride = 0;
-
-  /// One number per row, contiguous and in the compute type. Undefined: 1 for every row.
-  explicit Upstream(const Tensor& rows) : values(rows), stride(1) {}
-  Upstream(const char* op, const Tensor& grad, const Tensor& logits, bool reduced) {
-    auto expected = reduced ? at::IntArrayRef() : logits.sizes().slice(0, logits.dim() - 1);
-    LIGER_CHECK(grad.sizes().equals(expected), op, "the gradient", c10::str("have shape ", expected), grad.sizes());
-    check_same_device(op, "the gradient", grad, "logits", logits);
-    values = grad.to(compute_type(logits));
-    auto strides = values.strides();
-    bool expanded = std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride == 0; });
-    if (!expanded) values = values.contiguous();
-    stride = expanded ? 0 : 1;
-  }
-};
+/// The incoming gradient of each row's loss, contiguous, or of all rows.
+inline Upstream upstream_of(const char* op, const Tensor& grad, const Tensor& logits, bool reduced) {
+  const auto sizes = reduced ? at::IntArrayRef() : logits.sizes().slice(0, logits.dim() - 1);
+  Upstream out(op, grad, sizes, "logits", logits);
+  out.values = out.values.contiguous();
+  return out;
+}
 
 inline Results empty_results(const Tensor& logits, const Tensor& target, const Options& o, Wanted wanted) {
   auto options = logits.options().dtype(compute_type(logits));

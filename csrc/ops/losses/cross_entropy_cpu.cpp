@@ -472,7 +472,7 @@ void Cpu::backward(
     const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
     const Tensor& totals, const Tensor& grad, const Options& o) {
   runtime::count_cpu_call();
-  Upstream upstream(op, grad, logits, o.reduced());
+  const Upstream upstream = upstream_of(op, grad, logits, o.reduced());
   if (logits.numel() == 0) return;
   const Shard shard(op, o.vocabulary, logits.size(-1), "logits");
   const auto* at = static_cast<const char*>(stats.const_data_ptr());
@@ -516,7 +516,7 @@ void describe_rows_cpu(
 
 void Cpu::scale(const char* op, Tensor& dlogits, const Tensor& grad) {
   runtime::count_cpu_call();
-  Upstream upstream(op, grad, dlogits, grad.dim() == 0);
+  const Upstream upstream = upstream_of(op, grad, dlogits, grad.dim() == 0);
   if (grad.dim() == 0) {
     if (grad.item<double>() != 1) dlogits.mul_(grad);
   } else {

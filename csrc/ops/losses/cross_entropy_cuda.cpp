@@ -218,7 +218,7 @@ void Cuda::backward(
     const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
     const Tensor& totals, const Tensor& grad, const Options& o) {
   c10::DeviceGuard guard(logits.device());
-  Upstream upstream(op, grad, logits, o.reduced());
+  const Upstream upstream = upstream_of(op, grad, logits, o.reduced());
   if (logits.numel() == 0) return;
   CudaCall call(op, Shard(op, o.vocabulary, logits.size(-1), "logits"), target, weight, o);
   backward_rows_cuda(call, o, dlogits, logits, 0, address(stats), totals, upstream);
@@ -244,7 +244,7 @@ void Cuda::forward_backward(
 void Cuda::scale(const char* op, Tensor& dlogits, const Tensor& grad) {
   using K = kernels::cross_entropy_scale;
   c10::DeviceGuard guard(dlogits.device());
-  Upstream upstream(op, grad, dlogits, grad.dim() == 0);
+  const Upstream upstream = upstream_of(op, grad, dlogits, grad.dim() == 0);
   if (dlogits.numel() == 0) return;
   Tensor x = dlogits;
   const auto walk = rows_in_order<1>(op, "logits", {&x});

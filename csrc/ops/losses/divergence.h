@@ -18,6 +18,7 @@
 #include "core/operator.h"
 #include "kernels/divergence.h"
 #include "core/rows/rows_in_order.h"
+#include "ops/losses/reduction.h"
 
 namespace liger::ops::divergence {
 
@@ -26,8 +27,6 @@ using namespace core;
 using at::Tensor;
 
 namespace kinds = kernels::constants::divergence;
-
-enum class Reduction { None, Sum, Mean, BatchMean };
 
 struct Options {
   int32_t kind;
@@ -38,6 +37,7 @@ struct Options {
   bool divide = true;  // false: the loss of a mean is still the sum
 
   bool reduced() const { return reduction != Reduction::None; }
+  at::IntArrayRef sizes_of(const Tensor& x) const { return reduced() ? at::IntArrayRef() : x.sizes(); }
   bool divides() const { return reduction == Reduction::Mean || reduction == Reduction::BatchMean; }
 
   /// What a mean divides by, times the number of rows that count if there are labels.
@@ -48,15 +48,6 @@ struct Options {
     return labelled ? 1 : batch_is_first_dimension ? x.size(0) : rows;
   }
 };
-
-inline Reduction parse_reduction(const char* op, c10::string_view reduction) {
-  if (reduction == "none") return Reduction::None;
-  if (reduction == "sum") return Reduction::Sum;
-  if (reduction == "mean") return Reduction::Mean;
-  LIGER_CHECK(
-      reduction == "batchmean", op, "reduction", "be 'mean', 'batchmean', 'sum' or 'none'", "'", reduction, "'");
-  return Reduction::BatchMean;
-}
 
 /// divisor: one number, undefined unless the loss is a mean.
 struct Results {
@@ -72,23 +63,6 @@ inline Results empty_results(const Tensor& x, const Options& o) {
   if (o.divides()) out.divisor = at::empty({}, options);
   return out;
 }
-
-/// The incoming gradient: one number, or one per element, in the compute type.
-struct Upstream {
-  Tensor values;
-  bool single;
-
-  Upstream(const char* op, const Tensor& grad, const Tensor& x, const Options& o) {
-    auto expected = o.reduced() ? at::IntArrayRef() : x.sizes();
-    LIGER_CHECK(grad.sizes().equals(expected), op, "the gradient", c10::str("have shape ", expected), grad.sizes());
-    check_same_device(op, "the gradient", grad, "target", x);
-    const auto strides = grad.strides();
-    // As a sum's backward makes it.
-    single =
-        grad.numel() > 0 && std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride == 0; });
-    values = (single ? grad.as_strided({}, {}) : grad).to(compute_type(x));
-  }
-};
 
 /// The rows of tensors of one shape, in the order of the labels. Tensors of one dense layout are one long row if
 /// nothing depends on the rows, or if they are contiguous and at least `whole` columns long.

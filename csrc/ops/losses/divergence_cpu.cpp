@@ -190,22 +190,22 @@ void Cpu::backward(
     const char* op, Tensor& dinput, const Tensor& grad, const Tensor& divisor, Tensor input, Tensor target,
     const Tensor& given_labels, const Options& o) {
   runtime::count_cpu_call();
-  Upstream upstream(op, grad, target, o);
+  const Upstream upstream(op, grad, o.sizes_of(target), "target", target);
   if (target.numel() == 0) return;
   const Tensor labels = class_indices(given_labels);
   // Not read if the gradient does not depend on it.
   if (!input.defined()) input = target;
   Tensor out = dinput, g = upstream.values;
   // A single gradient has the target's place in the walk.
-  const auto rows = walk<4>(op, {&out, &input, &target, upstream.single ? &target : &g}, labels, kNever);
+  const auto rows = walk<4>(op, {&out, &input, &target, upstream.is_one() ? &target : &g}, labels, kNever);
   const Counts counts(labels, o);
   dispatch_compute(target.scalar_type(), [&](auto c) {
     using C = decltype(c);
     const auto dx = output<C>(out);
     const auto x = core::input<C>(input), t = core::input<C>(target);
-    const C* grads = upstream.single ? nullptr : g.const_data_ptr<C>();
+    const C* grads = upstream.is_one() ? nullptr : g.const_data_ptr<C>();
     const C by = divisor.defined() ? *divisor.const_data_ptr<C>() : C(1);
-    const C scale = upstream.single ? *upstream.values.const_data_ptr<C>() / by : C(1);
+    const C scale = upstream.is_one() ? *upstream.values.const_data_ptr<C>() / by : C(1);
     parallel_spans(rows, [&](int64_t row, int64_t first, int64_t n) {
       auto at = [&](size_t tensor) { return rows.offset(tensor, row) + first; };
       if (!counts(row)) return write_zeros(dx + at(0), n);

@@ -85,14 +85,14 @@ void Cuda::backward(
     const Tensor& given_labels, const Options& o) {
   using K = kernels::divergence_bwd;
   c10::DeviceGuard guard(target.device());
-  Upstream upstream(op, grad, target, o);
+  const Upstream upstream(op, grad, o.sizes_of(target), "target", target);
   if (target.numel() == 0) return;
   const Tensor like = target, labels = contiguous(given_labels);
   // Not read if the gradient does not depend on it.
   if (!input.defined()) input = target;
   Tensor out = dinput, g = upstream.values;
   // A single gradient has the target's place in the walk.
-  const bool single = upstream.single;
+  const bool single = upstream.is_one();
   const auto rows = walk<4>(op, {&out, &input, &target, single ? &target : &g}, labels, kinds::MOST_TILE);
   const auto& [to, x, t, from] = rows.strides;
   K::Args args{

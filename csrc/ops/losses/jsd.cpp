@@ -17,7 +17,7 @@ struct Jsd {
   static Options parse(double beta, int64_t ignore_index, c10::string_view reduction) {
     LIGER_CHECK(beta >= 0 && beta <= 1, kOp, "beta", "be between 0 and 1", beta);
     const int32_t kind = beta == 0 ? kinds::FORWARD : beta == 1 ? kinds::REVERSE : kinds::MIXTURE;
-    return {kind, parse_reduction(kOp, reduction), ignore_index, beta};
+    return {kind, parse_reduction(kOp, reduction, true), ignore_index, beta};
   }
 };
 

@@ -18,7 +18,7 @@ struct KlDiv {
   static Options parse(int64_t ignore_index, c10::string_view reduction, bool log_target, double eps) {
     check_eps(kOp, eps);
     const int32_t kind = log_target ? kinds::LOG_PROBS : kinds::PROBS;
-    return {kind, parse_reduction(kOp, reduction), ignore_index, eps, /*batch_is_first_dimension=*/true};
+    return {kind, parse_reduction(kOp, reduction, true), ignore_index, eps, /*batch_is_first_dimension=*/true};
   }
 };
 

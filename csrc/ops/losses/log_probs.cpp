@@ -79,7 +79,7 @@ struct Backward : core::Private<
       return g->to(compute_type(logits)).contiguous();
     };
     const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
-    const Upstream given{
+    const ResultGradients given{
         upstream("the log-probabilities' gradient", grad, index.sym_sizes()),
         upstream("the entropy's gradient", grad_entropy, rows)};
     Tensor dlogits = result_rows(into[0], true, logits);

@@ -37,9 +37,9 @@ struct Results {
   bool has_extras() const { return mean_logits.defined() || log_sum_sq_probs.defined() || is_top1.defined(); }
 };
 
-/// Upstream gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
+/// ResultGradients gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
 /// log-probabilities, the gradient of minus the log of the sum of exponentials, but 0 in the columns of ids.
-struct Upstream {
+struct ResultGradients {
   Tensor log_probs, entropy;
   bool of_others = false;
 };
@@ -53,7 +53,7 @@ using ForwardOn =
     void(const char* op, Tensor logits, Tensor index, const Options& o, Results& out, const Columns& columns);
 /// dlogits may be logits.
 using BackwardOn = void(
-    const char* op, Tensor& dlogits, const Upstream& upstream, Tensor logits, Tensor index, const Tensor& stats,
+    const char* op, Tensor& dlogits, const ResultGradients& upstream, Tensor logits, Tensor index, const Tensor& stats,
     const Tensor& chosen, const Options& o, const Columns& columns);
 
 ForwardOn forward_cpu, forward_cuda;

@@ -162,7 +162,7 @@ void forward_cpu(const char* op, Tensor logits, Tensor index, const Options& o, 
 }
 
 void backward_cpu(
-    const char* op, Tensor& dlogits, const Upstream& upstream, Tensor logits, Tensor index, const Tensor& stats,
+    const char* op, Tensor& dlogits, const ResultGradients& upstream, Tensor logits, Tensor index, const Tensor& stats,
     const Tensor& chosen, const Options& o, const Columns& columns) {
   runtime::count_cpu_call();
   if (logits.numel() == 0) return;

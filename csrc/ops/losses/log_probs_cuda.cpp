@@ -93,7 +93,7 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
 }
 
 void backward_cuda(
-    const char* op, Tensor& dlogits, const Upstream& upstream, Tensor logits, Tensor index, const Tensor& stats,
+    const char* op, Tensor& dlogits, const ResultGradients& upstream, Tensor logits, Tensor index, const Tensor& stats,
     const Tensor& chosen, const Options& o, const Columns& columns) {
   using K = kernels::log_probs_bwd;
   c10::DeviceGuard guard(logits.device());

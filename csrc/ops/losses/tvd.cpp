@@ -14,7 +14,7 @@ struct Tvd {
   static constexpr bool kSavesInput = true;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction) {
-    return {kinds::TOTAL, parse_reduction(kOp, reduction), ignore_index};
+    return {kinds::TOTAL, parse_reduction(kOp, reduction, true), ignore_index};
   }
 };
 

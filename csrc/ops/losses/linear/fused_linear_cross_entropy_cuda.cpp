@@ -1,7 +1,7 @@
 // fused_linear_cross_entropy on CUDA. Launches the kernels of liger_ops/kernels/losses.
 
 #include "kernels/fused_linear_cross_entropy.h"
-#include "ops/losses/linear/fused_linear_cross_entropy_pass.h"
+#include "ops/losses/linear/fused_linear_cross_entropy_loop.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 namespace {

@@ -25,7 +25,7 @@
 
 #include "core/operator.h"
 #include "core/values.h"
-#include "ops/losses/linear/fused_linear_divergence_pass.h"
+#include "ops/losses/linear/fused_linear_divergence.h"
 #include "ops/losses/linear/checks.h"
 #include "ops/losses/linear/node.h"
 
@@ -130,12 +130,9 @@ Options parse(
   };
   check_cap("s_softcap", s_softcap);
   check_cap("t_softcap", t_softcap);
-  LIGER_CHECK(
-      reduction == "mean" || reduction == "sum" || reduction == "none", op, "reduction", "be 'mean', 'sum' or 'none'",
-      "'", reduction, "'");
+  const auto kind = parse_reduction(op, reduction);
   LIGER_CHECK(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
-  const auto kind = reduction == "mean" ? Reduction::Mean : reduction == "sum" ? Reduction::Sum : Reduction::None;
   return {beta, temperature,   {s_scale, s_softcap},  {t_scale, t_softcap},
           kind, memory_budget, std::move(vocabulary), sequence_dim};
 }

@@ -6,6 +6,7 @@
 #include "core/checks.h"
 #include "kernels/fused_linear_divergence.h"
 #include "core/split.h"
+#include "ops/losses/reduction.h"
 
 namespace liger::ops::fused_linear_divergence {
 
@@ -14,8 +15,6 @@ using namespace core;
 using at::Tensor;
 
 namespace kinds = kernels::constants::fused_linear_divergence;
-
-enum class Reduction { None, Mean, Sum };
 
 /// How a model's products become logits.
 struct Scaling {

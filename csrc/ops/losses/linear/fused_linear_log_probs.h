@@ -25,8 +25,8 @@ using core::ClassSizes;
 using core::Shard;
 using core::Vocabulary;
 using log_probs::Columns;
+using log_probs::ResultGradients;
 using log_probs::Results;
-using log_probs::Upstream;
 
 /// sequence_dim: the dimension along which input is split over the ranks of the group.
 struct Settings {
@@ -83,7 +83,7 @@ struct Sizes {
 };
 
 /// What all loops of a call share.
-struct Pass {
+struct LinearLogProbs {
   const Device& device;
   const Settings& s;
   const Sizes sizes;
@@ -93,7 +93,7 @@ struct Pass {
 
   /// plan_of(tokens, the most classes of any rank).
   template <class F>
-  Pass(const Device& on, const Call& call, const F& plan_of)
+  LinearLogProbs(const Device& on, const Call& call, const F& plan_of)
       : device(on),
         s(call),
         sizes(call.input, call.target),
@@ -114,7 +114,7 @@ struct Pass {
 
   /// Overwrites logits of classes from first_class on with their gradient, or writes it to `into`.
   void differentiate(
-      Tensor into, const Tensor& logits, int64_t first, int64_t first_class, const Upstream& upstream,
+      Tensor into, const Tensor& logits, int64_t first, int64_t first_class, const ResultGradients& upstream,
       const Tensor& stats, const Tensor& chosen) const {
     if (logits.size(1) == 0) return;
     const int64_t rows = logits.size(0);
@@ -148,77 +148,67 @@ inline Plan backward_plan(
   return divide_classes(op, tokens, classes, int64_t(c10::elementSize(dtype)), sums, memory_budget.value_or(usual));
 }
 
-/// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats.
-struct Facts {
-  int64_t ids;
-  bool mean_logits, log_sum_sq_probs, is_top1;
-
-  explicit Facts(const Pass& pass)
-      : ids(pass.sizes.ids),
-        mean_logits(pass.s.mean_logits),
-        log_sum_sq_probs(pass.s.log_sum_sq_probs),
-        is_top1(pass.s.is_top1) {}
-
-  /// Of a rank without classes, the neutral elements.
-  Tensor of(const Results& local, bool has_classes) const {
-    std::vector<Tensor> parts{local.stats, local.chosen};
-    if (!has_classes) {
-      local.stats.zero_(), local.chosen.zero_();
-      local.stats.select(1, 0).fill_(std::numeric_limits<float>::lowest());
-    }
-    auto add = [&](bool wanted, const Tensor& t, double neutral) {
-      if (!wanted) return;
-      if (!has_classes) t.fill_(neutral);
-      parts.push_back(t.to(local.stats.scalar_type()).view({local.stats.size(0), -1}));
-    };
-    add(mean_logits, local.mean_logits, 0);
-    add(log_sum_sq_probs, local.log_sum_sq_probs, -std::numeric_limits<double>::infinity());
-    add(is_top1, local.is_top1, 0);
-    return at::cat(parts, 1);
+/// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats. Of a rank
+/// without classes, the neutral elements.
+inline Tensor facts_of(const Results& local, const Settings& s, bool has_classes) {
+  std::vector<Tensor> parts{local.stats, local.chosen};
+  if (!has_classes) {
+    local.stats.zero_(), local.chosen.zero_();
+    local.stats.select(1, 0).fill_(std::numeric_limits<float>::lowest());
   }
+  auto add = [&](bool wanted, const Tensor& t, double neutral) {
+    if (!wanted) return;
+    if (!has_classes) t.fill_(neutral);
+    parts.push_back(t.to(local.stats.scalar_type()).view({local.stats.size(0), -1}));
+  };
+  add(s.mean_logits, local.mean_logits, 0);
+  add(s.log_sum_sq_probs, local.log_sum_sq_probs, -std::numeric_limits<double>::infinity());
+  add(s.is_top1, local.is_top1, 0);
+  return at::cat(parts, 1);
+}
 
-  /// Combines the facts of all ranks (R, T, facts) into `out`. index: (T, K).
-  void combine(
-      const Tensor& all, const Tensor& index, const Shard& shard, const log_probs::Options& o, Results& out) const {
-    const double inverse = 1 / o.temperature;
-    const Tensor ignored = index == o.ignore_index, skipped = ignored.all(1);
-    const Tensor peaks = all.select(2, 0), peak = peaks.amax(0);
-    // exp of this is 0; the limit avoids 0 * -inf.
-    const Tensor shift = ((peaks - peak) * inverse).clamp_min(-1000);
-    const Tensor totals = all.select(2, 1) * shift.exp(), total = totals.sum(0);
-    const Tensor mean = (totals * (all.select(2, 2) + shift)).sum(0) / total, log_total = total.log();
-    // Only the rank that has an id sends its logit.
-    const Tensor chosen = all.narrow(2, 3, ids).sum(0);
-    const Tensor v = o.softcap ? *o.softcap * at::tanh(chosen / *o.softcap) : chosen;
-    auto each = [](const Tensor& t) { return t.unsqueeze(1); };
-    out.log_probs.copy_((((v - each(peak)) * inverse) - each(log_total)).masked_fill(ignored, 0));
-    if (out.entropy.defined()) out.entropy.copy_((log_total - mean).masked_fill(skipped, 0));
-    if (out.stats.defined()) {
-      out.stats.copy_(at::stack({peak, total, mean}, 1).masked_fill(each(skipped), 0));
-      out.chosen.copy_(chosen);
-    }
-    int64_t at = 3 + ids;
-    if (mean_logits) {
-      Tensor sum = at::zeros_like(peak);
-      for (int64_t rank = 0; rank < shard.ranks(); ++rank) {
-        const int64_t classes = shard.firsts[rank + 1] - shard.firsts[rank];
-        if (classes > 0) sum.add_(all[rank].select(1, at), double(classes) / double(shard.classes));
-      }
-      out.mean_logits.copy_(sum);
-      ++at;
-    }
-    if (log_sum_sq_probs) {
-      const Tensor local = all.select(2, at) + 2 * (all.select(2, 1).log() + shift);
-      out.log_sum_sq_probs.copy_((local.logsumexp(0) - 2 * log_total).masked_fill(skipped, 0));
-      ++at;
-    }
-    if (is_top1) {
-      // Of equal logits the first wins, which the first of these ranks has.
-      const Tensor first = (peaks == peak).to(at::kInt).argmax(0, true).unsqueeze(2).expand({1, peak.size(0), ids});
-      out.is_top1.copy_(all.narrow(2, at, ids).gather(0, first).squeeze(0) != 0);
-    }
+/// Combines the facts of all ranks (R, T, facts) into `out`. index: (T, K).
+inline void combine_facts(const Tensor& all, const Tensor& index, const Shard& shard, const Settings& s, Results& out) {
+  const log_probs::Options& o = s.o;
+  const int64_t ids = index.size(1);
+  const double inverse = 1 / o.temperature;
+  const Tensor ignored = index == o.ignore_index, skipped = ignored.all(1);
+  const Tensor peaks = all.select(2, 0), peak = peaks.amax(0);
+  // exp of this is 0; the limit avoids 0 * -inf.
+  const Tensor shift = ((peaks - peak) * inverse).clamp_min(-1000);
+  const Tensor totals = all.select(2, 1) * shift.exp(), total = totals.sum(0);
+  const Tensor mean = (totals * (all.select(2, 2) + shift)).sum(0) / total, log_total = total.log();
+  // Only the rank that has an id sends its logit.
+  const Tensor chosen = all.narrow(2, 3, ids).sum(0);
+  const Tensor v = o.softcap ? *o.softcap * at::tanh(chosen / *o.softcap) : chosen;
+  auto each = [](const Tensor& t) { return t.unsqueeze(1); };
+  out.log_probs.copy_((((v - each(peak)) * inverse) - each(log_total)).masked_fill(ignored, 0));
+  if (out.entropy.defined()) out.entropy.copy_((log_total - mean).masked_fill(skipped, 0));
+  if (out.stats.defined()) {
+    out.stats.copy_(at::stack({peak, total, mean}, 1).masked_fill(each(skipped), 0));
+    out.chosen.copy_(chosen);
   }
-};
+  int64_t at = 3 + ids;
+  if (s.mean_logits) {
+    Tensor sum = at::zeros_like(peak);
+    for (int64_t rank = 0; rank < shard.ranks(); ++rank) {
+      const int64_t classes = shard.firsts[rank + 1] - shard.firsts[rank];
+      if (classes > 0) sum.add_(all[rank].select(1, at), double(classes) / double(shard.classes));
+    }
+    out.mean_logits.copy_(sum);
+    ++at;
+  }
+  if (s.log_sum_sq_probs) {
+    const Tensor local = all.select(2, at) + 2 * (all.select(2, 1).log() + shift);
+    out.log_sum_sq_probs.copy_((local.logsumexp(0) - 2 * log_total).masked_fill(skipped, 0));
+    ++at;
+  }
+  if (s.is_top1) {
+    // Of equal logits the first wins, which the first of these ranks has.
+    const Tensor first = (peaks == peak).to(at::kInt).argmax(0, true).unsqueeze(2).expand({1, peak.size(0), ids});
+    out.is_top1.copy_(all.narrow(2, at, ids).gather(0, first).squeeze(0) != 0);
+  }
+}
 
 struct Chunk {
   int64_t first;
@@ -226,8 +216,8 @@ struct Chunk {
   Tensor logits;
 };
 
-struct ForwardPass : Pass {
-  using Pass::Pass;
+struct ForwardLoss : LinearLogProbs {
+  using LinearLogProbs::LinearLogProbs;
 
   Results out;  // in the order of this call: (M,), (M, K), (M, 3)
   Tensor of_log_probs, of_entropy;  // (M, H)
@@ -263,22 +253,22 @@ struct ForwardPass : Pass {
     if (s.log_sum_sq_probs) local.log_sum_sq_probs = at::empty({rows}, numbers);
     if (s.is_top1) local.is_top1 = at::empty(ids.sizes(), numbers.dtype(at::kBool));
     if (classes > 0) device.forward(division.op, c.logits, ids, s.o, local, columns(0));
-    c.gathered = shard().group->all_gather(Facts(*this).of(local, classes > 0));
+    c.gathered = shard().group->all_gather(facts_of(local, s, classes > 0));
   }
 
   void close(Chunk& c) const {
     const int64_t rows = c.logits.size(0);
     if (shard().is_split()) {
       Results results = at_tokens(c.first);
-      Facts(*this).combine(c.gathered.wait(), index.narrow(0, c.first, rows), shard(), s.o, results);
+      combine_facts(c.gathered.wait(), index.narrow(0, c.first, rows), shard(), s, results);
     }
     if (!of_log_probs.defined()) return;
-    auto multiply = [&](const Tensor& into, Tensor dlogits, const Upstream& upstream) {
+    auto multiply = [&](const Tensor& into, Tensor dlogits, const ResultGradients& upstream) {
       differentiate(dlogits, c.logits, c.first, 0, upstream, out.stats, out.chosen);
       multiply_by_weight(into.narrow(0, c.first, rows), dlogits, head.weight, false, head.scale, head.sustained);
     };
     // A single id is part of the product. Backward adds those of several, each with its own upstream gradient.
-    Upstream upstream, of_row;
+    ResultGradients upstream, of_row;
     upstream.of_others = sizes.ids != 1;
     if (!upstream.of_others) upstream.log_probs = at::ones({rows, 1}, division.numbers);
     Tensor dlogits = c.logits;
@@ -305,7 +295,7 @@ struct ForwardPass : Pass {
 inline void forward(const Device& device, const Call& call, Forward& into) {
   c10::DeviceGuard guard(call.input.device());
   const bool gradients = into.of_log_probs.defined();
-  ForwardPass pass(device, call, [&](int64_t tokens, int64_t classes) {
+  ForwardLoss loss(device, call, [&](int64_t tokens, int64_t classes) {
     const auto dtype = call.input.scalar_type();
     // A budget that is too small for backward is refused here.
     if (into.rows.stats.defined() && !gradients) {
@@ -315,14 +305,14 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
     return forward_plan(call.op, tokens, classes, dtype, gradients, into.of_entropy.defined(), call.memory_budget);
   });
   const Results& out = into.rows;
-  const int64_t tokens = pass.division.tokens, ids = pass.sizes.ids;
+  const int64_t tokens = loss.division.tokens, ids = loss.sizes.ids;
   // Results in the order of this call, at their final place if that is the caller's order.
   auto flat = [&](const Tensor& t, bool wanted, at::IntArrayRef shape) {
     if (!wanted) return Tensor();
-    return pass.division.order.is_split() ? at::empty(shape, t.options()) : t.view(shape);
+    return loss.division.order.is_split() ? at::empty(shape, t.options()) : t.view(shape);
   };
   const bool graph = out.stats.defined();
-  pass.out = {
+  loss.out = {
       flat(out.log_probs, true, {tokens, ids}),
       flat(out.entropy, call.entropy, {tokens}),
       flat(out.stats, graph, {tokens, 3}),
@@ -330,20 +320,20 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
       flat(out.mean_logits, call.mean_logits, {tokens}),
       flat(out.log_sum_sq_probs, call.log_sum_sq_probs, {tokens}),
       flat(out.is_top1, call.is_top1, {tokens, ids})};
-  if (gradients) pass.of_log_probs = into.of_log_probs.view({tokens, pass.sizes.hidden});
-  if (into.of_entropy.defined()) pass.of_entropy = into.of_entropy.view({tokens, pass.sizes.hidden});
-  pass.run();
-  if (!pass.division.order.is_split()) return;
+  if (gradients) loss.of_log_probs = into.of_log_probs.view({tokens, loss.sizes.hidden});
+  if (into.of_entropy.defined()) loss.of_entropy = into.of_entropy.view({tokens, loss.sizes.hidden});
+  loss.run();
+  if (!loss.division.order.is_split()) return;
   auto restore = [&](const Tensor& to, const Tensor& from, int64_t each) {
-    if (from.defined()) to.copy_(pass.division.order.restore(from, to.sizes(), each));
+    if (from.defined()) to.copy_(loss.division.order.restore(from, to.sizes(), each));
   };
-  restore(out.log_probs, pass.out.log_probs, ids);
-  restore(out.entropy, pass.out.entropy, 1);
-  restore(out.stats, pass.out.stats, 3);
-  restore(out.chosen, pass.out.chosen, ids);
-  restore(out.mean_logits, pass.out.mean_logits, 1);
-  restore(out.log_sum_sq_probs, pass.out.log_sum_sq_probs, 1);
-  restore(out.is_top1, pass.out.is_top1, ids);
+  restore(out.log_probs, loss.out.log_probs, ids);
+  restore(out.entropy, loss.out.entropy, 1);
+  restore(out.stats, loss.out.stats, 3);
+  restore(out.chosen, loss.out.chosen, ids);
+  restore(out.mean_logits, loss.out.mean_logits, 1);
+  restore(out.log_sum_sq_probs, loss.out.log_sum_sq_probs, 1);
+  restore(out.is_top1, loss.out.is_top1, ids);
 }
 
 // ---- Backward
@@ -353,27 +343,27 @@ inline void backward(
     const Device& device, const Call& call, const Tensor& grad, const Tensor& grad_entropy, const Tensor& stats_in,
     const Tensor& chosen_in, Gradients& into) {
   c10::DeviceGuard guard(call.input.device());
-  Pass pass(device, call, [&](int64_t tokens, int64_t classes) {
+  LinearLogProbs loss(device, call, [&](int64_t tokens, int64_t classes) {
     return backward_plan(
         call.op, tokens, call.input.size(-1), classes, call.input.scalar_type(), into.defined(), call.memory_budget);
   });
-  const Division& division = pass.division;
-  Head& head = pass.head;
+  const Division& division = loss.division;
+  Head& head = loss.head;
   auto arranged = [&](const Tensor& t, int64_t each) {
     return t.defined() ? division.arranged(t, each).to(compute_type(call.input)).contiguous() : t;
   };
-  const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, pass.sizes.ids);
-  const Tensor g = arranged(grad, pass.sizes.ids), h = arranged(grad_entropy, 1);
+  const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, loss.sizes.ids);
+  const Tensor g = arranged(grad, loss.sizes.ids), h = arranged(grad_entropy, 1);
   head.differentiate(into);
   Tensor buffer;
   run_blocks(division, {&head}, [&](int64_t first, int64_t rows, int64_t c, int64_t classes) {
-    if (!buffer.defined()) buffer = pass.buffer(classes);
-    Upstream upstream;
+    if (!buffer.defined()) buffer = loss.buffer(classes);
+    ResultGradients upstream;
     if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
     if (h.defined()) upstream.entropy = h.narrow(0, first, rows);
     Tensor logits = logits_in(buffer, rows, classes, head.bias.defined());
     if (classes > 0) head.logits(logits, first, c);
-    pass.differentiate(logits, logits, first, c, upstream, stats, chosen);
+    loss.differentiate(logits, logits, first, c, upstream, stats, chosen);
     head.add(logits, first, c);
   });
   head.finish();

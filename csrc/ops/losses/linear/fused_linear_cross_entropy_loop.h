@@ -38,13 +38,13 @@ inline Division divide(const Call& call, Wanted wanted) {
 
 /// What the chunks of a call share.
 template <class Rows>
-struct Pass {
+struct LinearCrossEntropy {
   const Division division;
   Rows rows;
   Head head;
   Tensor target_grads;  // of true logits, (M,)
 
-  Pass(const Call& call, Wanted wanted, const Gradients& gradients)
+  LinearCrossEntropy(const Call& call, Wanted wanted, const Gradients& gradients)
       : division(divide(call, wanted)),
         rows(call.op, division.shard, division.order.arrange(call.target), call.ce_weight, call.o),
         head(division, call.trained(), call.logits_scale, 3) {
@@ -109,7 +109,7 @@ struct Chunk {
 /// The chunks of a forward call.
 template <class Rows>
 struct ForwardLoss {
-  Pass<Rows>& pass;
+  LinearCrossEntropy<Rows>& state;
   const RowsOut& out;
   const Exponentials* exponentials;
   const Tensor &totals, &token_weight;
@@ -119,16 +119,16 @@ struct ForwardLoss {
   const bool now;  // compute gradients
   std::vector<Tensor> buffers;
 
-  bool is_split() const { return pass.division.shard.is_split(); }
-  const core::Group& group() const { return *pass.division.shard.group; }
-  Tensor stats(int64_t rows) const { return at::empty({3, rows}, pass.division.numbers); }
+  bool is_split() const { return state.division.shard.is_split(); }
+  const core::Group& group() const { return *state.division.shard.group; }
+  Tensor stats(int64_t rows) const { return at::empty({3, rows}, state.division.numbers); }
 
   static char* at(const Tensor& t, int64_t first = 0) {
     return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) + first * int64_t(t.element_size()) : nullptr;
   }
 
   Chunk fetch(int64_t first) const {
-    return {first, pass.head.fetch(first), {}, {}, Facts(o, wanted.metrics, wanted.log_probs), {}};
+    return {first, state.head.fetch(first), {}, {}, Facts(o, wanted.metrics, wanted.log_probs), {}};
   }
 
   void prepare(Chunk& c) const {
@@ -141,7 +141,7 @@ struct ForwardLoss {
   }
 
   void start_exponentials(Chunk& c) const {
-    c.exponentials = exponentials->chunk(pass.division.rows_from(c.first));
+    c.exponentials = exponentials->chunk(state.division.rows_from(c.first));
     c.exponentials.first = c.first;
     exponentials->start(c.exponentials);
   }
@@ -150,11 +150,11 @@ struct ForwardLoss {
   void open(Chunk& c, int64_t i) const {
     const Tensor& buffer = buffers[i % buffers.size()];
     if (!exponentials) {
-      c.logits = pass.logits(buffer, c.first);
+      c.logits = state.logits(buffer, c.first);
       if (is_split()) open_split(c);
       return;
     }
-    c.logits = pass.rows_of(buffer, c.first);
+    c.logits = state.rows_of(buffer, c.first);
     if (!is_split()) return start_exponentials(c);
     Tensor base = c.exponentials.base();
     at::amax_out(base, c.gathered.wait(), 0);
@@ -164,7 +164,7 @@ struct ForwardLoss {
 
   void open_split(Chunk& c) const {
     const int64_t rows = c.logits.size(0);
-    c.facts.allocate(rows, pass.division.numbers);
+    c.facts.allocate(rows, state.division.numbers);
     if (c.logits.size(1) == 0) {
       c.facts.fill_empty();
     } else {
@@ -172,9 +172,9 @@ struct ForwardLoss {
       local.facts = &c.facts;
       const Tensor statistics = c.facts.entropy ? stats(rows) : Tensor();
       local.stats = at(statistics);
-      pass.rows.forward(c.logits, c.first, local);
+      state.rows.forward(c.logits, c.first, local);
       if (c.facts.entropy) {
-        pass.rows.describe(c.logits, c.first, local.stats, nullptr, c.facts.at(c.facts.count() - 1));
+        state.rows.describe(c.logits, c.first, local.stats, nullptr, c.facts.at(c.facts.count() - 1));
       }
     }
     c.gathered = group().all_gather(c.facts.values);
@@ -189,25 +189,25 @@ struct ForwardLoss {
     const Upstream upstream(weights);
     char *log_prob = at(results.log_probs, c.first), *entropy = at(results.entropy, c.first);
     if (!is_split() && now && !log_prob) {
-      pass.rows.forward_backward(c.logits, c.first, part, totals, upstream);
+      state.rows.forward_backward(c.logits, c.first, part, totals, upstream);
     } else {
       Tensor own;
       if (!part.stats && (is_split() ? now : log_prob != nullptr)) own = stats(rows);
       if (own.defined()) part.stats = at(own);
       if (is_split()) {
-        pass.rows.combine(c.facts, c.gathered.wait(), c.first, part, log_prob, entropy);
+        state.rows.combine(c.facts, c.gathered.wait(), c.first, part, log_prob, entropy);
       } else {
-        pass.rows.forward(c.logits, c.first, part);
-        if (log_prob) pass.rows.describe(c.logits, c.first, part.stats, log_prob, entropy);
+        state.rows.forward(c.logits, c.first, part);
+        if (log_prob) state.rows.describe(c.logits, c.first, part.stats, log_prob, entropy);
       }
-      if (now && c.logits.size(1) > 0) pass.rows.backward(c.logits, c.first, part.stats, totals, upstream);
+      if (now && c.logits.size(1) > 0) state.rows.backward(c.logits, c.first, part.stats, totals, upstream);
     }
-    if (now) pass.add(c.logits, c.first);
+    if (now) state.add(c.logits, c.first);
   }
 
   /// The same on the logits-free path.
   void add_exponentials(Chunk& c, const RowsOut& part, const Tensor& grad) const {
-    Head& head = pass.head;
+    Head& head = state.head;
     const Exponentials::Chunk& at_rows = c.exponentials;
     const Tensor& dweight = head.into.weight;
     const bool has_input = head.dinput.defined();
@@ -221,7 +221,8 @@ struct ForwardLoss {
       weighed = at::empty({at_rows.rows, head.x().size(1)}, head.x().options());
     }
     const Tensor gathered = is_split() ? c.gathered.wait() : Tensor();
-    exponentials->weigh(at_rows, c.logits, weighed, gathered, part, totals, grad, pass.target_grads, dweight.defined());
+    exponentials->weigh(
+        at_rows, c.logits, weighed, gathered, part, totals, grad, state.target_grads, dweight.defined());
     auto add_weight = [&] {
       if (!dweight.defined()) return;
       gemm::multiply(dweight, c.logits.t(), weighed, c.first > 0, head.scale * head.head_scale, head.sustained);
@@ -229,7 +230,7 @@ struct ForwardLoss {
     if (!is_split()) add_weight();
     if (has_input) {
       gemm::multiply(dx, c.logits, head.weight, 0, head.scale, head.sustained);
-      exponentials->rescale(at_rows, dx, pass.target_grads);
+      exponentials->rescale(at_rows, dx, state.target_grads);
       head.reduce(dx, c.first);
     }
     // It hides the sum over ranks.
@@ -239,9 +240,10 @@ struct ForwardLoss {
 
 /// The logits-free path of a call, if it takes that.
 template <class Rows>
-std::optional<Exponentials> exponentials_of(const Call& call, Pass<Rows>& pass, const Wanted& wanted, bool now) {
-  Head& head = pass.head;
-  const Division& division = pass.division;
+std::optional<Exponentials> exponentials_of(
+    const Call& call, LinearCrossEntropy<Rows>& state, const Wanted& wanted, bool now) {
+  Head& head = state.head;
+  const Division& division = state.division;
   if (!allows_logits_free_path(call, wanted) || division.tokens == 0 ||
       !Exponentials::applies(head.x(), division.shard.largest, division.rows_from(0))) {
     return {};
@@ -256,7 +258,7 @@ std::optional<Exponentials> exponentials_of(const Call& call, Pass<Rows>& pass, 
     head.weight = head.weight.clone(at::MemoryFormat::Contiguous);
   }
   return std::optional<Exponentials>(
-      std::in_place, call.op, head.x(), head.weight, pass.rows.target_rows(), call.ce_weight, division.shard, call.o,
+      std::in_place, call.op, head.x(), head.weight, state.rows.target_rows(), call.ce_weight, division.shard, call.o,
       call.logits_scale, now);
 }
 
@@ -265,8 +267,8 @@ Forward forward(const Call& call, const Tensor& divisors, Wanted wanted) {
   c10::DeviceGuard guard(call.input.device());
   const Options& o = call.o;
   Forward out = empty_forward(call, wanted);
-  Pass<Rows> pass(call, wanted, out.gradients);
-  const Division& division = pass.division;
+  LinearCrossEntropy<Rows> state(call, wanted, out.gradients);
+  const Division& division = state.division;
   Tensor token_weight = rows_of_token_weight(call, division.order);
   const int64_t tokens = division.tokens;
   const bool now = wanted.any() && o.reduced();
@@ -274,21 +276,21 @@ Forward forward(const Call& call, const Tensor& divisors, Wanted wanted) {
   Tensor totals = out.rows.totals;
   if (o.mean() && (now || totals.defined())) {
     if (!totals.defined()) totals = at::empty({2}, out.rows.loss.options());
-    divisors.defined() ? void(totals.copy_(divisors)) : pass.rows.count(totals);
+    divisors.defined() ? void(totals.copy_(divisors)) : state.rows.count(totals);
   }
   const Tensor counted = totals.defined() ? totals : divisors;
   if (out.deferred_scale.defined()) {
     const Tensor inverse = o.mean() ? inverse_or_zero(totals.select(0, 0)) : Tensor();
-    pass.head.head_scale = defer_scale(out.deferred_scale, tokens, inverse);
+    state.head.head_scale = defer_scale(out.deferred_scale, tokens, inverse);
     // Both totals are now relative to the first, which is 1.
     if (o.mean()) totals = totals * inverse;
   }
-  const auto exponentials = exponentials_of(call, pass, wanted, now);
-  ForwardLoss<Rows> loss{pass, rows.out, exponentials ? &*exponentials : nullptr, totals, token_weight, out, o, wanted,
-                         now,  {}};
-  for (int64_t i = 0; i < division.plan.buffers && tokens > 0; ++i) loss.buffers.push_back(pass.buffer());
+  const auto exponentials = exponentials_of(call, state, wanted, now);
+  ForwardLoss<Rows> loss{state, rows.out, exponentials ? &*exponentials : nullptr, totals, token_weight, out, o, wanted,
+                         now,   {}};
+  for (int64_t i = 0; i < division.plan.buffers && tokens > 0; ++i) loss.buffers.push_back(state.buffer());
   run_chunks(division, loss, loss.buffers.size() > 1);
-  if (now) pass.finish();
+  if (now) state.finish();
   if (token_weight.defined()) {
     if (rows.scratch.defined()) {
       rows.scratch.narrow(0, 0, rows.out.z_loss ? 2 : 1).mul_(token_weight);
@@ -298,7 +300,7 @@ Forward forward(const Call& call, const Tensor& divisors, Wanted wanted) {
       if (out.rows.z_loss.defined()) out.rows.z_loss.mul_(each);
     }
   }
-  if (o.reduced()) pass.rows.sum(rows, out.rows, counted);
+  if (o.reduced()) state.rows.sum(rows, out.rows, counted);
   if (division.order.is_split()) {
     auto restore = [&](Tensor& t) {
       if (t.defined() && t.numel() == tokens && t.dim() > 0)
@@ -319,20 +321,20 @@ Gradients backward(const Call& call, const Tensor& grad, const Tensor& stats, co
   const at::IntArrayRef sizes = call.target.sizes();
   LIGER_CHECK(grad.sizes().equals(sizes), call.op, "the gradient", c10::str("have shape ", sizes), grad.sizes());
   Gradients out = empty_gradients(call.trained(), wanted);
-  Pass<Rows> pass(call, wanted, out);
-  const Division& division = pass.division;
+  LinearCrossEntropy<Rows> state(call, wanted, out);
+  const Division& division = state.division;
   Tensor incoming = division.order.arrange(grad).to(compute_type(call.input)).contiguous();
   Tensor token_weight = rows_of_token_weight(call, division.order);
   if (token_weight.defined()) incoming = incoming * token_weight;
   const auto* at = static_cast<const char*>(stats.const_data_ptr());
-  Tensor buffer = pass.buffer();
-  run_blocks(division, {&pass.head}, [&](int64_t first, int64_t count, int64_t, int64_t classes) {
-    Tensor logits = pass.logits(buffer, first);
+  Tensor buffer = state.buffer();
+  run_blocks(division, {&state.head}, [&](int64_t first, int64_t count, int64_t, int64_t classes) {
+    Tensor logits = state.logits(buffer, first);
     const char* stats_of = at + 3 * first * int64_t(stats.element_size());
-    if (classes > 0) pass.rows.backward(logits, first, stats_of, totals, Upstream(incoming.narrow(0, first, count)));
-    pass.add(logits, first);
+    if (classes > 0) state.rows.backward(logits, first, stats_of, totals, Upstream(incoming.narrow(0, first, count)));
+    state.add(logits, first);
   });
-  pass.finish();
+  state.finish();
   return out;
 }
 

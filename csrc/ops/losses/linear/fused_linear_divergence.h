@@ -181,7 +181,7 @@ inline void store_facts(const Tensor& facts, double temperature, Rows& r) {
 // ---- The loops
 
 /// What both loops of a call share.
-struct Pass {
+struct LinearDivergence {
   RowsOn* rows;
   const Arguments& a;
   const Options& o;
@@ -194,7 +194,7 @@ struct Pass {
 
   /// plan_of(tokens, the most classes of any rank).
   template <class F>
-  Pass(const Call& call, RowsOn* rows_on, const F& plan_of)
+  LinearDivergence(const Call& call, RowsOn* rows_on, const F& plan_of)
       : rows(rows_on),
         a(call.a),
         o(call.o),
@@ -251,8 +251,8 @@ struct Pass {
   }
 };
 
-struct ChunkPass : Pass {
-  using Pass::Pass;
+struct LossInChunks : LinearDivergence {
+  using LinearDivergence::LinearDivergence;
 
   /// With vocab_map. all: the teacher's logits of all classes, which are overwritten. r.teacher: memory for the mapped
   /// ones.
@@ -353,8 +353,8 @@ struct ChunkPass : Pass {
   }
 };
 
-struct BlockPass : Pass {
-  using Pass::Pass;
+struct LossInBlocks : LinearDivergence {
+  using LinearDivergence::LinearDivergence;
 
   void run() {
     if (is_empty()) return student.zero();
@@ -384,13 +384,13 @@ struct BlockPass : Pass {
 inline void compute_gradients(
     const Call& call, RowsOn* rows, const Tensor& upstream, const Tensor& stats, double head_scale,
     const Gradients& into) {
-  BlockPass pass(
+  LossInBlocks loss(
       call, rows, [&](int64_t tokens, int64_t classes) { return plan_blocks(call, tokens, classes, into.defined()); });
   const Tensor share = call.a.vocab_map.defined() ? stats.select(0, 4).view(call.positions()) : Tensor();
-  pass.differentiate(into, !share.defined() ? upstream : upstream.defined() ? upstream * share : share);
-  pass.stats = pass.ordered(stats);
-  pass.student.head_scale = head_scale;
-  pass.run();
+  loss.differentiate(into, !share.defined() ? upstream : upstream.defined() ? upstream * share : share);
+  loss.stats = loss.ordered(stats);
+  loss.student.head_scale = head_scale;
+  loss.run();
 }
 
 /// Token weights in the compute type, 0 where the mask is false; undefined if there are none.
@@ -417,14 +417,14 @@ inline void forward(const Call& call, RowsOn* rows, const Tensor& given_total, R
   const Gradients& into = out.gradients;
   const Wanted wanted = into.defined();
   bool in_blocks = false;
-  ChunkPass pass(call, rows, [&](int64_t tokens, int64_t classes) {
+  LossInChunks loss(call, rows, [&](int64_t tokens, int64_t classes) {
     const Plan plan = plan_chunks(call, tokens, classes, wanted);
     // Raised here rather than in backward.
     if (out.stats.defined()) plan_blocks(call, tokens, classes, {true, true, true});
     in_blocks = wanted.weight && plan.chunks > kMostRoundings && at::isReducedFloatingType(a.s_input.scalar_type());
     return in_blocks ? plan_chunks(call, tokens, classes, {}) : plan;
   });
-  const int64_t tokens = pass.division.tokens;
+  const int64_t tokens = loss.division.tokens;
   const Tensor factor = factors_of(a);
   const Tensor total = !o.mean() ? Tensor()
       : given_total.defined()    ? given_total.to(a.compute())
@@ -433,30 +433,30 @@ inline void forward(const Call& call, RowsOn* rows, const Tensor& given_total, R
   if (wanted.any() && (out.deferred_scale.defined() || o.mean())) {
     const Tensor inverse = o.mean() ? inverse_or_zero(total) : Tensor();
     if (out.deferred_scale.defined()) {
-      pass.student.head_scale = defer_scale(out.deferred_scale, tokens, inverse);
+      loss.student.head_scale = defer_scale(out.deferred_scale, tokens, inverse);
     } else {
       grad = factor.defined() ? factor * inverse : inverse.expand(positions).contiguous();
     }
   }
-  const bool ordered = pass.division.order.is_split();
+  const bool ordered = loss.division.order.is_split();
   const bool own = o.reduced() || ordered;
-  pass.divergence = own ? at::empty({tokens}, a.numbers()) : out.divergence.view({tokens});
-  pass.entropy = ordered ? at::empty({tokens}, a.numbers()) : out.entropy.view({tokens});
-  pass.stats = out.stats.defined() && !ordered                      ? out.stats
-      : out.stats.defined() || in_blocks || pass.shard().is_split() ? at::empty({5, tokens}, a.numbers())
+  loss.divergence = own ? at::empty({tokens}, a.numbers()) : out.divergence.view({tokens});
+  loss.entropy = ordered ? at::empty({tokens}, a.numbers()) : out.entropy.view({tokens});
+  loss.stats = out.stats.defined() && !ordered                      ? out.stats
+      : out.stats.defined() || in_blocks || loss.shard().is_split() ? at::empty({5, tokens}, a.numbers())
                                                                     : Tensor();
-  if (wanted.any() && !in_blocks) pass.differentiate(into, grad);
-  pass.run();
-  const Tensor stats = pass.stats.defined() ? pass.restored(pass.stats) : Tensor();
+  if (wanted.any() && !in_blocks) loss.differentiate(into, grad);
+  loss.run();
+  const Tensor stats = loss.stats.defined() ? loss.restored(loss.stats) : Tensor();
   if (ordered && out.stats.defined()) out.stats.copy_(stats);
-  if (in_blocks) compute_gradients(call, rows, grad, stats, pass.student.head_scale, into);
-  if (factor.defined()) pass.divergence.mul_(pass.division.arranged(factor));
-  if (ordered) out.entropy.copy_(pass.division.order.restore(pass.entropy, positions));
+  if (in_blocks) compute_gradients(call, rows, grad, stats, loss.student.head_scale, into);
+  if (factor.defined()) loss.divergence.mul_(loss.division.arranged(factor));
+  if (ordered) out.entropy.copy_(loss.division.order.restore(loss.entropy, positions));
   if (o.reduced()) {
-    at::sum_out(out.divergence, pass.divergence, at::OptionalIntArrayRef());
+    at::sum_out(out.divergence, loss.divergence, at::OptionalIntArrayRef());
     if (o.mean()) out.divergence.div_(total);
   } else if (ordered) {
-    out.divergence.copy_(pass.division.order.restore(pass.divergence, positions));
+    out.divergence.copy_(loss.division.order.restore(loss.divergence, positions));
   }
 }
 

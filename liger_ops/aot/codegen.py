@@ -134,7 +134,7 @@ def kernels_named(path: Path, seen: set[Path]) -> set[str]:
 def operators_of() -> dict[str, list[str]]:
     """Kernel -> stems of the operators whose C++ sources launch it."""
     out: dict[str, list[str]] = {}
-    for path in sorted((CSRC / "ops").glob("*/*.cpp")):
+    for path in sorted((CSRC / "ops").rglob("*.cpp")):
         if path.name.endswith(tuple(ending for ending in SOURCES if ending[0] == "_")):
             continue
         seen: set[Path] = set()

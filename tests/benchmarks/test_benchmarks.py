@@ -47,6 +47,7 @@ def run_benchmarks(*arguments):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_suite_writes_records_a_table_and_plots(tmp_path):
     ops = ["swiglu"]
     providers = ["torch", "hf", "liger-kernel", "ours"]

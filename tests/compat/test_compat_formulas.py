@@ -277,6 +277,7 @@ OF_ROWS = {name: (0, 1) for name in ("softmax", "sparsemax", "dyt", "poly_norm")
 OF_ROWS |= {"mhc_pre": (0, 2), "attn_res of one block": (1, 1)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n for n in CALLS if not re.search(" without | along | large | one column|dilated", n)]
 )

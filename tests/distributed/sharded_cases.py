@@ -373,7 +373,7 @@ def compiled_whole(mesh: Any, shard: Callable) -> None:
     assert breaks[1] <= breaks[0], breaks
 
 
-@case("compiled by layers")
+@case("compiled by layers", thorough=True)
 def compiled_by_layers(mesh: Any) -> None:
     torch._dynamo.reset()
 

@@ -18,6 +18,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(process_group, "GRACE", 1.0)
 
 
+@pytest.mark.thorough
 def test_processes_compile_as_the_tests_do():
     """torch reads these settings when it is imported. Code for other instruction sets may be in the cache."""
     code = "from torch._inductor import config; print(config.cpp.vec_isa_ok)"

@@ -83,6 +83,7 @@ def test_opcheck(row, learned, device):
 UNWRITTEN = ("_moe_experts_fwd", "_moe_experts_sorted_fwd")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op.startswith("_")])
 @pytest.mark.library
 def test_opcheck_of_private_operators(op, device):

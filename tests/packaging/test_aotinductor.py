@@ -46,6 +46,7 @@ def packaged(request, tmp_path_factory):
     return path, model, device
 
 
+@pytest.mark.thorough
 def test_from_python(packaged):
     path, model, device = packaged
     loaded = torch._inductor.aoti_load_package(str(path))

@@ -385,6 +385,7 @@ def test_an_argument_of_another_type_changes_the_compiled_parameters():
     assert cubin_parameters(binary.cubins[90]) == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 4), (40, 8), (48, 8)]
 
 
+@pytest.mark.thorough
 def test_too_much_shared_memory_stops_the_build(monkeypatch):
     wide = {"X": "bf16", "W": "bf16"}
     ring, own = (tables.find(k).pick(wide, 16384, True) for k in ("layer_norm_bwd", "layer_norm_fwd"))
@@ -477,6 +478,7 @@ def keys_after(tmp_path):
     return keys
 
 
+@pytest.mark.thorough
 def test_an_edit_recompiles_only_the_kernels_it_affects(keys_after):
     before = keys_after()
     # A statement, a constant that two kernels share, a comment outside every kernel, and one config.
@@ -541,6 +543,7 @@ for archs in ([80, 90], [90], [100], []):
 """
 
 
+@pytest.mark.thorough
 def test_packs_are_built_for_the_requested_architectures(tmp_path):
     held = [variant.index for variant in sample(tables.find("column_sum"), 80)][:2]
     code = BUILD.format(package=str(ROOT / "liger_ops"), folder=str(tmp_path), held=held)
@@ -595,7 +598,7 @@ def test_flags_and_limits_of_a_kernel_file_reach_cpp():
 def test_operators_that_launch_a_kernel_are_found_in_the_cpp_sources():
     launched_by = codegen.operators_of()
     # In the order of the sources, so that the generated headers do not change without a reason.
-    stems = [path.stem for path in sorted((codegen.CSRC / "ops").glob("*/*.cpp"))]
+    stems = [path.stem for path in sorted((codegen.CSRC / "ops").rglob("*.cpp"))]
     for operators in launched_by.values():
         assert operators == sorted(operators, key=stems.index)
     assert {"xielu", "short_conv", "moe_router", "rms_norm", "layer_norm"} <= set(launched_by["column_sum"])

@@ -192,6 +192,7 @@ print("status", doctor.main(["--device", "cpu"]))
 """
 
 
+@pytest.mark.thorough
 def test_without_a_library_the_formulas_are_checked():
     text = successful(run_python(WITHOUT_LIBRARY))
     assert "status 1" in text and "rms_norm  reference  right" in text

@@ -60,6 +60,7 @@ def test_variants(repository):
     assert (repository / "README.md").read_text().startswith("---\n") and (repository / "LICENSE").exists()
 
 
+@pytest.mark.thorough
 def test_nothing_of_the_ordinary_namespace_is_left(repository):
     for folder in variants(repository):
         files = [*folder.rglob("*.py")]
@@ -107,6 +108,7 @@ IMPORT = f"import importlib.util, json, sys, torch\nfrom pathlib import Path\n{i
 NAMES = "sorted(n.partition('::')[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith({!r}))"
 
 
+@pytest.mark.thorough
 def test_a_copy_registers_its_operators_under_its_own_namespace_alone(repository):
     code = f"""{IMPORT}
 module = load(Path({str(variants(repository)[0])!r}))

@@ -322,6 +322,7 @@ def metadata(request, tmp_path_factory):
     return request.param.rstrip("/"), email.message_from_string(file.read_text())
 
 
+@pytest.mark.thorough
 def test_the_metadata_is_complete(metadata):
     address, found = metadata
     assert {"Name", "Version", "Summary", "License-Expression", "License-File", "Keywords", "Classifier"} <= {

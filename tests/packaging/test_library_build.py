@@ -43,6 +43,7 @@ def planned(tmp_path_factory):
 # ---- Commands.
 
 
+@pytest.mark.thorough
 def test_every_source_is_compiled_with_the_flags_of_the_cmake_build(planned):
     *objects, link = planned[1]
     sources = [command[command.index("-c") + 1] for command in objects]

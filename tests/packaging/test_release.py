@@ -52,6 +52,7 @@ def test_a_library_outside_the_standard_set_is_named(tmp_path):
     assert manylinux.violations(other, HERE) == ["libother.so: needs libelsewhere.so"]
 
 
+@pytest.mark.thorough
 def test_every_symbol_of_the_operators_has_a_definition():
     """The linker allows undefined symbols, because torch's libraries are incomplete without their dependencies."""
     operators = liger_ops._loaded.library
@@ -238,6 +239,7 @@ print("fine")
 """
 
 
+@pytest.mark.thorough
 def test_a_wheel_without_a_required_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = WHEEL.format(setup=str(ROOT / "setup.py"))

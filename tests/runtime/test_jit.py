@@ -72,6 +72,7 @@ def through_torch(variants):
     return [out, liger_ops.launch_counts(), liger_ops.status()["jit_compiler"]]
 
 
+@pytest.mark.thorough
 def test_the_op_library_compiles_through_torch(tmp_path):
     """A C++ launch calls triton.compile through liger::_compile_kernel and caches the result."""
     env = {"STUB_CUDA_DEVICES": ORIN, "LIGER_OPS_CACHE_DIR": tmp_path / "cache"}

@@ -394,7 +394,9 @@ def decode_all(path, count):
     return out
 
 
-@pytest.mark.parametrize("contexts", CONTEXTS, ids=str)
+@pytest.mark.parametrize(
+    "contexts", [*CONTEXTS[:2], *(pytest.param(c, marks=pytest.mark.thorough) for c in CONTEXTS[2:])], ids=str
+)
 def test_cpp_decodes_what_liblzma_encodes(contexts, tmp_path, monkeypatch):
     streams = [
         (data, compressed(data, contexts, **options))

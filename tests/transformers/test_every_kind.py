@@ -139,7 +139,17 @@ def test_training_and_generation(kind, name):
     assert not calls(kind, model)
 
 
-FIRST = [(kind, row.quick[0]) for kind, row in KINDS.items() if known(row.quick[:1])]
+# Every second kind in the quick tier.
+FIRST = [
+    pytest.param(kind, row.quick[0], marks=[pytest.mark.thorough] * (i % 2))
+    for i, (kind, row) in enumerate(KINDS.items())
+    if known(row.quick[:1])
+]
+COMPILED = [
+    pytest.param(kind, marks=[pytest.mark.thorough] * (i % 2 == 0))
+    for i, (kind, row) in enumerate(KINDS.items())
+    if row.compiled and known(row.compiled[:1])
+]
 
 
 @pytest.mark.parametrize("kind, name", FIRST)
@@ -164,7 +174,7 @@ def test_the_switch(kind, name):
     assert not calls(kind, model)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, row in KINDS.items() if row.compiled and known(row.compiled[:1])])
+@pytest.mark.parametrize("kind", COMPILED)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled(kind):
     name, path = KINDS[kind].compiled

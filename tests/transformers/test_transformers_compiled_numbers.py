@@ -55,7 +55,8 @@ def adapted(alpha, name="llama", **options):
     return lambda: with_adapters(tiny(name, **options), lora_alpha=alpha, target_modules="all-linear")
 
 
-@pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["whole", "by layer"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 def test_models_with_other_norms(by_layer, device):
     models = [
         of("gemma", **ONE), of("llama", rms_norm_eps=1e-2, **ONE), of("gemma", rms_norm_eps=0.1, **ONE),

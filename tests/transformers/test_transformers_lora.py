@@ -205,8 +205,11 @@ def test_gradient_checkpointing(kind, reentrant, order, taken):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("dropout", "dropout of the head", "gptq"),
-        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("layers", "hooked", "four bits")),
+        "dropout",
+        *(
+            pytest.param(kind, marks=pytest.mark.thorough)
+            for kind in ("dropout of the head", "gptq", "layers", "hooked", "four bits")
+        ),
     ],
 )
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -50,6 +50,7 @@ def logits_of(input, weight, bias=None, low_rank_input=None, low_rank_weight=Non
 # ---- Accuracy
 
 
+@pytest.mark.thorough
 @pairwise(bias=[False, True], confident=[False, True], chunks=[2, 4, 16], dtype=HALF_TYPES)
 def test_chunked_gradients_are_as_accurate_as_one_gemm(bias, confident, chunks, dtype, device):
     """Accuracy does not depend on the number of chunks. Confident predictions leave small gradients, which would show

@@ -112,6 +112,7 @@ def test_no_classes(device):
     assert not found.any() and not entropy.any() and not torch.autograd.grad(found.sum(), given["s_input"])[0].any()
 
 
+@pytest.mark.thorough
 @pairwise(spread=[0.1, 2.0], reduction=["mean", "none"], parts=[1, 5, 60], dtype=HALF_TYPES)
 def test_chunked_gradients_are_as_accurate_as_eager(spread, reduction, parts, dtype, device):
     """Eager code with logits in the dtype of the inputs. The smaller the spread of the logits, the smaller is the error of

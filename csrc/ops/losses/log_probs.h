@@ -6,6 +6,7 @@
 // (fp64 for fp64 logits).
 
 #include "core/checks.h"
+#include "core/cuda/launch.h"
 #include "core/rows/rows.h"
 #include "kernels/log_probs.h"
 
@@ -37,7 +38,27 @@ struct Results {
   bool has_extras() const { return mean_logits.defined() || log_sum_sq_probs.defined() || is_top1.defined(); }
 };
 
-/// ResultGradients gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
+/// Of the kernels that write results.
+inline int32_t flags_of(const Results& out) {
+  namespace flags = kernels::constants::log_probs;
+  auto flag = [](const Tensor& t, int32_t bit) { return t.defined() ? bit : 0; };
+  return flag(out.entropy, flags::WITH_ENTROPY) | flag(out.stats, flags::WITH_GRAPH) |
+      flag(out.mean_logits, flags::WITH_MEAN_LOGITS) | flag(out.log_sum_sq_probs, flags::WITH_SQUARES) |
+      flag(out.is_top1, flags::WITH_TOP1);
+}
+
+template <class Args>
+void pass_results(Args& args, const Results& out) {
+  args.log_probs = address(out.log_probs);
+  args.entropy = address(out.entropy);
+  args.stats = address(out.stats);
+  args.chosen = address(out.chosen);
+  args.mean_logits = address(out.mean_logits);
+  args.log_squares = address(out.log_sum_sq_probs);
+  args.is_top1 = address(out.is_top1);
+}
+
+/// Upstream gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
 /// log-probabilities, the gradient of minus the log of the sum of exponentials, but 0 in the columns of ids.
 struct ResultGradients {
   Tensor log_probs, entropy;

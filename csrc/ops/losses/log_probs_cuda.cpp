@@ -30,18 +30,6 @@ void pass(
   args.flags = flags;
 }
 
-/// Sets the results that forward and combine write.
-template <class Args>
-void pass(Args& args, const Results& out) {
-  args.log_probs = address(out.log_probs);
-  args.entropy = address(out.entropy);
-  args.stats = address(out.stats);
-  args.chosen = address(out.chosen);
-  args.mean_logits = address(out.mean_logits);
-  args.log_squares = address(out.log_sum_sq_probs);
-  args.is_top1 = address(out.is_top1);
-}
-
 }  // namespace
 
 void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o, Results& out, const Columns& columns) {
@@ -61,15 +49,12 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
   }
   index = index.contiguous();
   const auto walk = rows_in_order<1>(op, "logits", {&logits});
-  auto flag = [](const Tensor& t, int32_t bit) { return t.defined() ? bit : 0; };
-  const int32_t flags = flag(out.entropy, flags::WITH_ENTROPY) | flag(out.stats, flags::WITH_GRAPH) |
-      flag(out.mean_logits, flags::WITH_MEAN_LOGITS) | flag(out.log_sum_sq_probs, flags::WITH_SQUARES) |
-      flag(out.is_top1, flags::WITH_TOP1);
+  const int32_t flags = flags_of(out);
   const int form = (o.softcap ? 1 : 0) + (out.has_extras() ? 2 : 0);
   const auto dtype = dtype_of(logits);
   K::Args args{};
   pass(args, walk, logits, index, o, columns, flags);
-  pass(args, out);
+  pass_results(args, out);
   const auto choice = choose<K>(walk.n, args, runtime::point_of<K>(K::dtype(dtype), form));
   const auto& config = choice.config;
   // Rows are split if they are too few to fill the GPU. step: columns that a program reads at a time.
@@ -87,7 +72,7 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
   if (!part) return;
   Combine::Args all{.shares = address(shares), .parts = int32_t(parts)};
   pass(all, walk, logits, index, o, columns, flags);
-  pass(all, out);
+  pass_results(all, out);
   const auto point = runtime::point_of<Combine>(Combine::dtype(dtype), form);
   launch(op, logits.device(), choose<Combine>(walk.n, all, point), {uint32_t(walk.rows)}, all);
 }

@@ -26,6 +26,7 @@ import triton.language as tl
 from .. import hopper
 from ..rows import LOG2E
 from ..table import Config, Kernel
+from . import _products
 from ._flags import ADD_Z_LOSS, HAS_GRAD, SAVE_Z_LOSS
 from ._gradient import upstream_gradients
 from ._rows import load_target, load_weight, log1p
@@ -33,11 +34,93 @@ from ._rows import load_target, load_weight, log1p
 # Special values of `highest`, of `classes`, and of `base` for a row without a class. ELSEWHERE: another process's class.
 UNKNOWN, BAD_CLASS, NO_CLASS = tl.constexpr(-(1 << 31)), tl.constexpr(-2), tl.constexpr(1e30)
 ELSEWHERE = tl.constexpr(-3)
-ROWS_TO_A_FLAG = tl.constexpr(256)
+ROWS_TO_A_FLAG = tl.constexpr(_products.PAIR_ROWS)
 # In addition to the flags of _flags.py.
 TAKES, WEIGHS = tl.constexpr(1 << 16), tl.constexpr(1 << 17)
 
 PTX_LOG2E, PTX_LARGE = "0f3FB8AA3B", "0f5F800000"  # 2^64
+
+
+class Exponentials(_products.Epilogue):
+    def __init__(self, e, sums, base, classes, highest, raised, rows, sums_row, scale, is_again):
+        self.e, self.sums, self.base, self.classes, self.highest, self.raised = e, sums, base, classes, highest, raised
+        self.rows, self.sums_row, self.scale, self.is_again = rows, sums_row, scale, is_again
+        self.exponent, self.true_column = [], []
+
+    def skip(self, a, pair, label):
+        """In a second launch, without a raised row."""
+        flag = a.make("b64", "mad.wide.u32", pair, 4, self.raised)
+        skipped = a.new("b32")
+        a(f"mov.u32 {skipped}, 1")
+        a(f"ld.global.u32 {skipped}, [{flag}+4]", self.is_again)
+        a(f"bra {label}", a.test("eq.u32", skipped, 0))
+
+    def begin(self, a):
+        self.factor = a.real("mul.f32", self.scale, PTX_LOG2E)
+
+    def row(self, a, row, inside, first_column):
+        at_base, at_class, at_highest = (
+            a.make("b64", "mad.wide.u32", row, 4, p) for p in (self.base, self.classes, self.highest)
+        )
+        lowered, of_class = a.real("mov.f32", "0f00000000"), a.integer("mov.u32", -1)
+        a(f"ld.global.f32 {lowered}, [{at_base}]", inside)
+        a(f"ld.global.u32 {of_class}, [{at_class}]", inside)
+        was_high = a.integer("mov.u32", UNKNOWN.value)
+        a(f"ld.global.u32 {was_high}, [{at_highest}]", a.test("lt.and.u32", row, self.rows, self.is_again))
+        is_high = a.test("ne.s32", was_high, UNKNOWN.value)
+        a(f"mov.b32 {lowered}, {ordered(a, was_high)}", is_high)
+        self.exponent.append(a.real("neg.f32", a.real("mul.f32", lowered, PTX_LOG2E)))
+        self.true_column.append(a.integer("sub.u32", of_class, first_column))
+
+    def finish(self, a, tile):
+        # True classes and columns beyond n get -inf. Few tiles contain any.
+        TILE_N = 2 * len(tile.sums[0])
+        common = a.label("common")
+        special = a.test("lt.u32", tile.classes_left, TILE_N)
+        for column in self.true_column:
+            special = a.test("lt.or.u32", column, TILE_N, special)
+        a(f"bra {common}", f"!{special}")
+        for half in range(2):
+            for i, sum_here in enumerate(tile.sums[half]):
+                column = tile.column(i)
+                drop = a.test("eq.u32", column, self.true_column[2 * half + i // 2 % 2])
+                a(f"mov.f32 {sum_here}, 0fFF800000", a.test("ge.or.u32", column, tile.classes_left, drop))
+        a.place(common)
+        totals = [a.real("mov.f32", "0f00000000") for _ in range(4)]
+
+        def powers(half, i):
+            part, pair = 2 * half + i // 2 % 2, []
+            for sum_here in tile.sums[half][i : i + 2]:
+                power = a.real("fma.rn.f32", sum_here, self.factor, self.exponent[part])
+                pair.append(a.real("ex2.approx.ftz.f32", power))
+                a(f"add.f32 {totals[part]}, {totals[part]}, {pair[-1]}")
+            return a.integer("cvt.rn.bf16x2.f32", pair[1], pair[0])
+
+        _products.store_tile(a, tile, self.e, powers, *(_products.TILE[name] for name in ("TILE_M", "TILE_N", "PUT_N")))
+        # For a row that may overflow, each thread that found it records its largest logit of this tile.
+        for part in range(4):
+            fits = a.label("fits")
+            a(f"bra {fits}", a.test("leu.f32", totals[part], PTX_LARGE))
+            a(f"bra {fits}", f"!{tile.inside[part]}")
+            top = a.real("mov.f32", "0fFF800000")
+            for i, sum_here in enumerate(tile.sums[part // 2]):
+                if i // 2 % 2 == part % 2:
+                    a(f"max.f32 {top}, {top}, {sum_here}")
+            row = tile.rows[part]
+            bits = a.integer("mov.b32", a.real("mul.f32", top, self.scale))
+            a(f"red.global.max.s32 [{a.make('b64', 'mad.wide.u32', row, 4, self.highest)}], {ordered(a, bits)}")
+            flag = a.integer("shr.u32", row, _products.PAIR_ROWS.bit_length() - 1)
+            a(f"st.global.u32 [{a.make('b64', 'mad.wide.u32', flag, 4, self.raised)}+4], 1")
+            a(f"st.global.u32 [{self.raised}], 1")
+            a.place(fits)
+        first_of_quad = a.test("eq.u32", a.integer("and.b32", tile.lane, 3), 0)
+        for part in range(4):
+            _products.over_quad(a, "add.f32", totals[part])
+            to = a.make("b64", "mul.wide.u32", tile.rows[part], self.sums_row)
+            to = a.make("b64", "add.u64", to, a.make("b64", "cvt.u64.u32", tile.number))
+            to = a.make("b64", "add.u64", self.sums, a.make("b64", "shl.b64", to, 2))
+            a(f"st.global.f32 [{to}], {totals[part]}", a.test("lt.and.u32", tile.rows[part], self.rows, first_of_quad))
+        self.exponent, self.true_column = [], []
 
 
 def fused_linear_cross_entropy_exp_logits_kernel(
@@ -46,269 +129,14 @@ def fused_linear_cross_entropy_exp_logits_kernel(
 ):  # fmt: skip
     """e (rows, n) = exp(scale * x @ weight.T - base), and its sums per tile of TILE_N classes (rows, sums_row).
 
-    e, x, weight: tensor maps. Two warpgroups of a program process tiles in turn: one multiplies while the other writes
-    its exponentials, so the tensor cores do not wait. A third warpgroup loads tiles. `group`: pairs of row tiles that
-    are completed for all classes before the next pairs. PUT_N: columns per output block.
+    e, x, weight: tensor maps.
     """
-    # A warpgroup multiplies two halves of 64 rows. A stage has rows of the swizzled width that wgmma reads. The
-    # programs of a cluster process adjacent row tiles, and share tiles of w.
-    assert (TILE_M, TILE_K * 2, PUT_N * 2) == (128, hopper.ROW_BYTES, 64) and STAGES & (STAGES - 1) == 0
-    assert hopper.CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
     is_again, nothing_to_do = a.test("ne.u32", again, 0), a.label("nothing_to_do")
     any_raised = a.integer("mov.u32", 1)
     a(f"ld.global.u32 {any_raised}, [{raised}]", is_again)
     a(f"bra {nothing_to_do}", a.test("eq.u32", any_raised, 0))
-
-    x_tile_bytes = TILE_M * hopper.ROW_BYTES
-    stage_bytes = x_tile_bytes + TILE_N * hopper.ROW_BYTES
-    block = PUT_N * 2 * TILE_M
-    out_bytes = TILE_M * TILE_N * 2
-    stages = a.shared(STAGES * stage_bytes + out_bytes + 8 * (2 * STAGES + 4))
-    out = a.integer("add.u32", stages, STAGES * stage_bytes)
-    full = a.integer("add.u32", out, out_bytes)
-    empty = a.integer("add.u32", full, 8 * STAGES)
-    multiply_turn = a.integer("add.u32", empty, 8 * STAGES)
-    write_turn = a.integer("add.u32", multiply_turn, 16)
-
-    thread = a.special("tid.x")
-    lane = a.integer("and.b32", thread, hopper.WARP - 1)
-    warp = a.integer("and.b32", a.integer("shr.u32", thread, 5), 3)
-    role = a.integer("shr.u32", thread, 7)
-    rank = a.special("cluster_ctarank")
-    leads = a.test("eq.u32", thread, 0)
-    for stage in range(STAGES):
-        a.barrier(f"{full}+{8 * stage}", 1, leads)
-        # One arrival per warp of a warpgroup, from both programs.
-        a.barrier(f"{empty}+{8 * stage}", 4 * hopper.CLUSTER, leads)
-    for turn in range(2):
-        a.barrier(f"{multiply_turn}+{8 * turn}", 4, leads)
-        a.barrier(f"{write_turn}+{8 * turn}", 4, leads)
-    a.publish_barriers(leads)
-    a.cluster_sync()
-
-    pair_rows = ROWS_TO_A_FLAG.value
-    pairs = a.integer("shr.u32", a.integer("add.u32", rows, pair_rows - 1), pair_rows.bit_length() - 1)
-    tiles_n = a.integer("div.u32", a.integer("add.u32", n, TILE_N - 1), TILE_N)
-    steps = a.integer("shr.u32", a.integer("add.u32", columns, TILE_K - 1), TILE_K.bit_length() - 1)
-    total = a.integer("mul.lo.u32", pairs, tiles_n)
-    clusters = a.integer("shr.u32", a.special("nctaid.x"), 1)
-    per_group = a.integer("mul.lo.u32", group, tiles_n)
-    tile = a.integer("shr.u32", a.special("ctaid.x"), 1)
-    the_end = a.label("end")
-    done = a.test("ge.u32", tile, total)
-
-    def locate(skip):
-        """(row tile, column tile) of this program. Jumps to `skip` if a second launch has nothing to do there."""
-        at_group = a.integer("div.u32", tile, per_group)
-        within = a.integer("sub.u32", tile, a.integer("mul.lo.u32", at_group, per_group))
-        first = a.integer("mul.lo.u32", at_group, group)
-        width = a.integer("min.u32", group, a.integer("sub.u32", pairs, first))
-        tile_n = a.integer("div.u32", within, width)
-        pair = a.integer("add.u32", first, a.integer("sub.u32", within, a.integer("mul.lo.u32", tile_n, width)))
-        flag = a.make("b64", "mad.wide.u32", pair, 4, raised)
-        skipped = a.new("b32")
-        a(f"mov.u32 {skipped}, 1")
-        a(f"ld.global.u32 {skipped}, [{flag}+4]", is_again)
-        a(f"bra {skip}", a.test("eq.u32", skipped, 0))
-        return a.integer("mad.lo.u32", pair, hopper.CLUSTER, rank), tile_n
-
-    def next_tile(loop):
-        a(f"add.u32 {tile}, {tile}, {clusters}")
-        a(f"bra {loop}", a.test("lt.u32", tile, total))
-
-    # ---- The warpgroup that loads, with one thread
-
-    consumers, fetched = a.label("consumers"), a.label("fetched")
-    a(f"bra {consumers}", a.test("ne.u32", role, 0))
-    a("setmaxnreg.dec.sync.aligned.u32 40")
-    a(f"bra {the_end}", a.test("ne.u32", thread, 0))
-    a(f"bra {the_end}", done)
-    stage, parity = a.integer("mov.u32", 0), a.integer("mov.u32", 1)
-    loop = a.label("fetch")
-    a.place(loop)
-    tile_m, tile_n = locate(fetched)
-    row = a.integer("mul.lo.u32", tile_m, TILE_M)
-    # Each program fetches half of a tile of w, for both.
-    half = a.integer("mul.lo.u32", rank, TILE_N // hopper.CLUSTER)
-    w_row = a.integer("mad.lo.u32", tile_n, TILE_N, half)
-    half_at = a.integer("mad.lo.u32", half, hopper.ROW_BYTES, x_tile_bytes)
-    k = a.integer("mov.u32", 0)
-    inner = a.label("fetch_k")
-    a.place(inner)
-    a.wait(a.integer("mad.lo.u32", stage, 8, empty), parity)
-    ready = a.integer("mad.lo.u32", stage, 8, full)
-    a.expect(ready, stage_bytes)
-    to = a.integer("mad.lo.u32", stage, stage_bytes, stages)
-    a.fetch(to, x, ready, k, row)
-    a.fetch(a.integer("add.u32", to, half_at), weight, ready, k, w_row, multicast=True)
-    a(f"add.u32 {stage}, {stage}, 1")
-    wraps = a.test("eq.u32", stage, STAGES)
-    a(f"mov.u32 {stage}, 0", wraps)
-    a(f"xor.b32 {parity}, {parity}, 1", wraps)
-    a(f"add.u32 {k}, {k}, {TILE_K}")
-    a(f"bra {inner}", a.test("lt.u32", k, columns))
-    a.place(fetched)
-    next_tile(loop)
-    a(f"bra.uni {the_end}")
-
-    # ---- The two warpgroups that multiply
-
-    a.place(consumers)
-    a("setmaxnreg.inc.sync.aligned.u32 232")
-    a(f"bra {the_end}", done)
-    me = a.integer("sub.u32", role, 1)
-    other = a.integer("xor.b32", me, 1)
-    first_lane = a.test("eq.u32", lane, 0)
-    one_of_two = a.test("lt.u32", lane, hopper.CLUSTER)
-    factor = a.real("mul.f32", scale, PTX_LOG2E)
-    step, turn = a.integer("mov.u32", 0), a.integer("mov.u32", 0)
-    # The first of the two does not wait for its first turn.
-    my_parity = a.integer("xor.b32", me, 1)
-    loop, written, not_mine = a.label("tile"), a.label("written"), a.label("not_mine")
-    a.place(loop)
-    tile_m, tile_n = locate(written)
-    mine = a.test("eq.u32", turn, me)
-    a(f"xor.b32 {turn}, {turn}, 1")
-    a(f"bra {not_mine}", f"!{mine}")
-
-    # A thread holds parts of four rows.
-    tile_row = a.integer("mul.lo.u32", tile_m, TILE_M)
-    quad = a.integer("shr.u32", lane, 2)
-    first_column = a.integer("mul.lo.u32", tile_n, TILE_N)
-    row_of, inside, exponent, true_column = [], [], [], []
-    for part in range(4):
-        offset = part // 2 * 64 + part % 2 * 8
-        row = a.integer("add.u32", tile_row, a.integer("mad.lo.u32", warp, 16, a.integer("add.u32", quad, offset)))
-        is_row = a.test("lt.u32", row, rows)
-        at_base, at_class, at_highest = (a.make("b64", "mad.wide.u32", row, 4, p) for p in (base, classes, highest))
-        lowered, of_class = a.real("mov.f32", "0f00000000"), a.integer("mov.u32", -1)
-        a(f"ld.global.f32 {lowered}, [{at_base}]", is_row)
-        a(f"ld.global.u32 {of_class}, [{at_class}]", is_row)
-        was_high = a.integer("mov.u32", UNKNOWN.value)
-        a(f"ld.global.u32 {was_high}, [{at_highest}]", a.test("lt.and.u32", row, rows, is_again))
-        is_high = a.test("ne.s32", was_high, UNKNOWN.value)
-        a(f"mov.b32 {lowered}, {ordered(a, was_high)}", is_high)
-        row_of.append(row)
-        inside.append(is_row)
-        exponent.append(a.real("neg.f32", a.real("mul.f32", lowered, PTX_LOG2E)))
-        true_column.append(a.integer("sub.u32", of_class, first_column))
-
-    a.wait(a.integer("mad.lo.u32", me, 8, multiply_turn), my_parity)
-    sums_of = [[a.real("mov.f32", "0f00000000") for _ in range(TILE_N // 2)] for _ in range(2)]
-    k, loop_k = a.integer("mov.u32", 0), a.label("multiply")
-    a.place(loop_k)
-    stage = a.integer("and.b32", step, STAGES - 1)
-    parity = a.integer("and.b32", a.integer("shr.u32", step, STAGES.bit_length() - 1), 1)
-    a.wait(a.integer("mad.lo.u32", stage, 8, full), parity)
-    at = a.integer("mad.lo.u32", stage, stage_bytes, stages)
-    left, right = a.operand(at), a.operand(a.integer("add.u32", at, x_tile_bytes))
-    a("wgmma.fence.sync.aligned")
-    for part in range(4):  # 16 columns, 32 bytes
-        b_part = a.make("b64", "add.u64", right, 2 * part)
-        for half, sums_half in enumerate(sums_of):
-            a_part = a.make("b64", "add.u64", left, 2 * part + half * (64 * hopper.ROW_BYTES >> 4))
-            a.multiply(sums_half, a_part, b_part)
-    a("wgmma.commit_group.sync.aligned")
-
-    # The previous wgmma group is complete: its stage may be refilled.
-    a("wgmma.wait_group.sync.aligned 1")
-    last = a.integer("and.b32", a.integer("sub.u32", step, 1), STAGES - 1)
-    a.arrive_at(lane, a.integer("mad.lo.u32", last, 8, empty), a.test("ne.and.u32", k, 0, one_of_two))
-    a(f"add.u32 {step}, {step}, 1")
-    a(f"add.u32 {k}, {k}, {TILE_K}")
-    a(f"bra {loop_k}", a.test("lt.u32", k, columns))
-    a.arrive(a.integer("mad.lo.u32", other, 8, multiply_turn), first_lane)
-    a("wgmma.wait_group.sync.aligned 0")
-    last = a.integer("and.b32", a.integer("sub.u32", step, 1), STAGES - 1)
-    a.arrive_at(lane, a.integer("mad.lo.u32", last, 8, empty), one_of_two)
-
-    # True classes and columns beyond n get -inf. Few tiles contain any.
-    common = a.label("common")
-    classes_left = a.integer("sub.u32", n, first_column)
-    special = a.test("lt.u32", classes_left, TILE_N)
-    for column in true_column:
-        special = a.test("lt.or.u32", column, TILE_N, special)
-    a(f"bra {common}", f"!{special}")
-    lane_column = a.integer("mul.lo.u32", a.integer("and.b32", lane, 3), 2)
-    for half in range(2):
-        for i, sum_here in enumerate(sums_of[half]):
-            column = a.integer("add.u32", lane_column, i // 4 * 8 + i % 2)
-            drop = a.test("eq.u32", column, true_column[2 * half + i // 2 % 2])
-            a(f"mov.f32 {sum_here}, 0fFF800000", a.test("ge.or.u32", column, classes_left, drop))
-    a.place(common)
-
-    a.wait(a.integer("mad.lo.u32", me, 8, write_turn), my_parity)
-    totals = [a.real("mov.f32", "0f00000000") for _ in range(4)]
-    # Rows of an output block have 64 bytes. Their 16-byte pieces are swizzled, with a new order every second row.
-    lane_row = a.integer("mad.lo.u32", warp, 16, a.integer("and.b32", lane, 15))
-    piece = a.integer("shr.u32", lane, 4)
-    swaps = a.integer("and.b32", a.integer("shr.u32", lane_row, 1), 3)
-    row_at = a.integer("mad.lo.u32", lane_row, 2 * PUT_N, out)
-    places = []
-    for pieces in range(2):
-        swapped = a.integer("xor.b32", a.integer("add.u32", piece, 2 * pieces), swaps)
-        places.append(a.integer("mad.lo.u32", swapped, 16, row_at))
-    for half in range(2):
-        for j in range(0, TILE_N // 8, 2):
-            packed = []
-            for which in range(4):
-                i, part = (j + which // 2) * 4 + which % 2 * 2, 2 * half + which % 2
-                pair = []
-                for sum_here in sums_of[half][i : i + 2]:
-                    power = a.real("fma.rn.f32", sum_here, factor, exponent[part])
-                    pair.append(a.real("ex2.approx.ftz.f32", power))
-                    a(f"add.f32 {totals[part]}, {totals[part]}, {pair[-1]}")
-                packed.append(a.integer("cvt.rn.bf16x2.f32", pair[1], pair[0]))
-            at = f"{places[j // 2 % 2]}+{j * 8 // PUT_N * block + half * 64 * 2 * PUT_N}"
-            a(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [{at}], {{{', '.join(packed)}}}")
-    a("fence.proxy.async.shared::cta")
-    a.warpgroup_sync(role)
-    not_writing = a.label("not_writing")
-    a(f"bra {not_writing}", a.test("ne.u32", warp, 0))
-    for i in range(TILE_N // PUT_N):
-        column = a.integer("add.u32", first_column, i * PUT_N)
-        a.put(e, a.integer("add.u32", out, i * block), column, tile_row, first_lane)
-    a("cp.async.bulk.commit_group", first_lane)
-    a("cp.async.bulk.wait_group.read 0", first_lane)
-    a("bar.warp.sync -1")
-    a.place(not_writing)
-    a.arrive(a.integer("mad.lo.u32", other, 8, write_turn), first_lane)
-
-    # For a row that may overflow, each thread that found it records its largest logit of this tile.
-    for part in range(4):
-        fits = a.label("fits")
-        a(f"bra {fits}", a.test("leu.f32", totals[part], PTX_LARGE))
-        a(f"bra {fits}", f"!{inside[part]}")
-        top = a.real("mov.f32", "0fFF800000")
-        for i, sum_here in enumerate(sums_of[part // 2]):
-            if i // 2 % 2 == part % 2:
-                a(f"max.f32 {top}, {top}, {sum_here}")
-        bits = a.integer("mov.b32", a.real("mul.f32", top, scale))
-        a(f"red.global.max.s32 [{a.make('b64', 'mad.wide.u32', row_of[part], 4, highest)}], {ordered(a, bits)}")
-        flag = a.integer("shr.u32", row_of[part], pair_rows.bit_length() - 1)
-        a(f"st.global.u32 [{a.make('b64', 'mad.wide.u32', flag, 4, raised)}+4], 1")
-        a(f"st.global.u32 [{raised}], 1")
-        a.place(fits)
-    first_of_quad = a.test("eq.u32", a.integer("and.b32", lane, 3), 0)
-    for part in range(4):
-        for distance in (1, 2):
-            there = a.integer("shfl.sync.bfly.b32", totals[part], distance, 31, -1)
-            a(f"add.f32 {totals[part]}, {totals[part]}, {there}")
-        to = a.make("b64", "mul.wide.u32", row_of[part], sums_row)
-        to = a.make("b64", "add.u64", to, a.make("b64", "cvt.u64.u32", tile_n))
-        to = a.make("b64", "add.u64", sums, a.make("b64", "shl.b64", to, 2))
-        a(f"st.global.f32 [{to}], {totals[part]}", a.test("lt.and.u32", row_of[part], rows, first_of_quad))
-    a(f"xor.b32 {my_parity}, {my_parity}, 1")
-    a(f"bra.uni {written}")
-    a.place(not_mine)
-    a(f"add.u32 {step}, {step}, {steps}")
-    a.place(written)
-    next_tile(loop)
-
-    a.place(the_end)
-    # Waits for this program's stores, and for the other program, which may still write to this one's shared memory.
-    a("cp.async.bulk.wait_group 0")
-    a.cluster_sync(converged=False)
+    epilogue = Exponentials(e, sums, base, classes, highest, raised, rows, sums_row, scale, is_again)
+    _products.tiles_of_products(a, x, weight, rows, n, columns, group, epilogue, TILE_M, TILE_N, TILE_K, PUT_N, STAGES)
     a.place(nothing_to_do)
 
 
@@ -472,7 +300,7 @@ KERNELS = [
         },
         aligned=[],
         axes=BFLOAT,
-        configs=[Config(None, False, 12, constexprs=dict(TILE_M=128, TILE_N=192, TILE_K=64, PUT_N=32, STAGES=4))],
+        configs=[Config(None, False, _products.WARPS, constexprs=_products.TILE)],
         archs=[hopper.ARCH],
     ),
     Kernel(

@@ -202,9 +202,9 @@ def has_ids(index, row, count, words, ignore_index, first_class, classes, n, IDS
 def finish_row(
     log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, x_row, index, row, n, count, words,
     ignore_index, first_class, classes, peak, total, spread, squares, level, first, inverse, softcap, flags,
-    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, IDS: tl.constexpr,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, IDS: tl.constexpr, GIVEN: tl.constexpr = False,
 ):  # fmt: skip
-    """inverse: 1 / temperature"""
+    """inverse: 1 / temperature. GIVEN: x_row has the logits of the row's ids, not of all columns."""
     log_total = tl.log(total)
     mean = tl.div_rn(spread * LN2, total)
     tl.store(entropy + row, log_total - mean, mask=(flags & WITH_ENTROPY) != 0)
@@ -221,7 +221,8 @@ def finish_row(
             index, row, start, count, words, ignore_index, first_class, classes, n, IDS
         )
         inside = place < (row.to(tl.int64) + 1) * count
-        x = tl.load(x_row + column, mask=valid, other=0.0).to(tl.float32)
+        at_id = place - row.to(tl.int64) * count if GIVEN else column
+        x = tl.load(x_row + at_id, mask=valid, other=0.0).to(tl.float32)
         x = tl.where(stray, float("nan"), x)
         v = x
         if CAPPED:

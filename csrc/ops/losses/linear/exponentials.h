@@ -9,20 +9,14 @@
 // add_sums(), share of the sums, weigh(), and rescale(). A row's exponentials have another base on each rank where they
 // would overflow. Gradients of true logits are kept apart then: relative to the rank's factor they may overflow.
 
-#include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 
 #include "core/aten.h"
 #include "core/cuda/launch.h"
 #include "kernels/exponentials.h"
 #include "ops/losses/cross_entropy.h"
-#include "runtime/device.h"
-#include "runtime/loader.h"
-#include "runtime/tensor_map.h"
+#include "ops/losses/linear/products.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 
@@ -30,12 +24,8 @@ using namespace core;
 
 class Exponentials {
   using ExpLogits = kernels::fused_linear_cross_entropy_exp_logits;
-  static constexpr const ExpLogits::Config& kConfig = ExpLogits::configs[0];
-  static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  static constexpr int64_t kPairRows = 2 * kConfig.TILE_M;  // of a cluster, which shares tiles of the weight
-  // Size of a group of rows of x. All tiles of classes use one group before the next, so that the group stays in the L2
-  // cache.
-  static constexpr int64_t kGroupBytes = 16 << 20;
+  using Gemm = linear::Products<ExpLogits>;
+  static constexpr int64_t kPairRows = Gemm::kPairRows;
   static constexpr int64_t kMinLogits = 1 << 25;
 
  public:
@@ -53,7 +43,7 @@ class Exponentials {
     if (!x.is_cuda() || x.scalar_type() != at::kBFloat16 || x.size(1) % 8 != 0) return false;
     // Padding to full tiles may add at most one eighth to the rows. If there are few logits, a pass over them costs
     // less than the additional launches.
-    const bool pays = rows * classes >= kMinLogits && ceil_div(rows, kPairRows) * kPairRows * 8 <= rows * 9;
+    const bool pays = rows * classes >= kMinLogits && linear::ceil_div(rows, kPairRows) * kPairRows * 8 <= rows * 9;
     return pays && is_available(x.device().index());
   }
 
@@ -92,7 +82,7 @@ class Exponentials {
   Chunk chunk(int64_t rows) const {
     auto floats = x_.options().dtype(at::kFloat);
     Chunk c{0, rows, at::empty({4, rows}, floats), {}, {}};
-    c.raised = at::empty({1 + ceil_div(rows, kPairRows)}, x_.options().dtype(at::kInt));
+    c.raised = at::empty({1 + linear::ceil_div(rows, kPairRows)}, x_.options().dtype(at::kInt));
     if (has_sums_) c.sums = at::empty({rows, tiles(weight_.size(0))}, floats);
     return c;
   }
@@ -186,27 +176,17 @@ class Exponentials {
   void multiply(const Chunk& c, at::Tensor& e, const at::Tensor& weighed) const {
     if (weight_.size(0) == 0) return;
     const at::Tensor x = x_.narrow(0, c.first, c.rows);
-    auto row_bytes = [](const at::Tensor& t) { return t.stride(0) * int64_t(t.element_size()); };
     ExpLogits::Args args{};
-    auto map = [&](auto& to, const char* name, const at::Tensor& t, int tile_rows, int tile_columns) {
-      std::string error =
-          runtime::map_tiles(to, address(t), t.size(0), t.size(1), row_bytes(t), tile_rows, tile_columns);
-      TORCH_CHECK(error.empty(), op_, ": tensor map of ", name, " ", t.sizes(), " failed: ", error);
-    };
-    map(args.e, "the logits", e, kConfig.TILE_M, kConfig.PUT_N);
-    map(args.x, "input", x, kConfig.TILE_M, kConfig.TILE_K);
-    map(args.weight, "weight", weight_, kConfig.TILE_N / 2, kConfig.TILE_K);
+    const uint32_t programs = Gemm::prepare(op_, args, x, weight_);
+    Gemm::map(op_, "the logits", args.e, e, Gemm::kConfig.TILE_M, Gemm::kConfig.PUT_N);
     pass(args, c, weighed);
-    const int64_t pairs = ceil_div(c.rows, kPairRows);
-    args.group = int32_t(std::clamp<int64_t>(kGroupBytes / (kPairRows * x.size(1) * 2), 1, pairs));
-    const int64_t clusters = persistent_programs(x.device(), 2 * pairs * tiles(weight_.size(0)), 1) / 2;
     for (args.again = 0; args.again < 2; ++args.again) {
-      launch(op_, x.device(), Choice<ExpLogits>{kConfig, 0}, {uint32_t(2 * std::max<int64_t>(1, clusters))}, args);
+      launch(op_, x.device(), Choice<ExpLogits>{Gemm::kConfig, 0}, {programs}, args);
     }
   }
 
  private:
-  static constexpr int64_t tiles(int64_t classes) { return ceil_div(classes, kConfig.TILE_N); }
+  static constexpr int64_t tiles(int64_t classes) { return Gemm::tiles(classes); }
 
   enum Number { kBase, kClass, kHighest, kFactor };
 
@@ -248,22 +228,9 @@ class Exponentials {
     launch(op_, x_.device(), choose<K>(x_.size(1), args), {uint32_t(c.rows)}, args);
   }
 
-  /// True if the device has the kernel and the environment allows it. Cached, unless loading failed for a transient
-  /// reason.
   static bool is_available(int device) {
-    static std::array<std::atomic<int>, runtime::kMaxDevices> known{};  // 0: unknown
-    if (device < 0 || device >= runtime::kMaxDevices) return false;
-    int answer = known[device].load(std::memory_order_relaxed);
-    if (answer == 0) {
-      const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
-      const bool wanted = !value || std::strcmp(value, "0") != 0;
-      const bool can = wanted && is_for<ExpLogits>({at::kCUDA, c10::DeviceIndex(device)}) && runtime::maps_tiles();
-      const auto loads = can ? runtime::loads(ExpLogits::kernel, 0, device) : runtime::Loads::No;
-      if (loads == runtime::Loads::NotNow) return false;
-      answer = loads == runtime::Loads::Yes ? 1 : -1;
-      known[device].store(answer, std::memory_order_relaxed);
-    }
-    return answer > 0;
+    const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
+    return Gemm::is_available(device, !value || std::strcmp(value, "0") != 0);
   }
 
   const char* op_;

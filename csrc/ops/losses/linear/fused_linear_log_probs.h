@@ -1,6 +1,8 @@
 #pragma once
 
-// The loops of fused_linear_log_probs, on CPU and CUDA. Logits exist for one chunk at a time.
+// The loops of fused_linear_log_probs, on CPU and CUDA. Logits exist for one chunk at a time: in fp32 for the results
+// (fp64 for fp64), which reinforcement learning compares with those of other programs, and in the dtype of input for
+// gradients.
 //
 // M tokens, H hidden, V classes, K ids per token.
 //
@@ -12,6 +14,7 @@
 
 #include "core/aten.h"
 #include "ops/losses/linear/loop.h"
+#include "ops/losses/linear/statistics.h"
 #include "ops/losses/log_probs.h"
 #include "runtime/status.h"
 
@@ -106,9 +109,8 @@ struct LinearLogProbs {
 
   const Shard& shard() const { return division.shard; }
 
-  Tensor buffer(int64_t classes) const {
-    const auto dtype = head.x().scalar_type();
-    return at::empty({division.rows_from(0), logits_stride(classes, dtype)}, head.x().options());
+  Tensor buffer(int64_t classes, at::ScalarType dtype) const {
+    return at::empty({division.rows_from(0), logits_stride(classes, dtype)}, head.x().options().dtype(dtype));
   }
   Columns columns(int64_t first_class) const { return {shard().first + first_class, shard().classes, "target"}; }
 
@@ -126,30 +128,47 @@ struct LinearLogProbs {
 
 // ---- Forward
 
-/// gradients: for a frozen head. both: of the entropy too.
-inline Plan forward_plan(
-    const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, bool gradients, bool both,
-    std::optional<int64_t> memory_budget) {
+/// per_row: bytes for each token of a chunk. usual: the budget if the caller gives none.
+inline Plan plan_tokens(
+    const char* op, int64_t tokens, int64_t per_row, int64_t usual, std::optional<int64_t> memory_budget) {
   Plan plan;
-  plan.row = logits_stride(classes, dtype);
-  const int64_t logits = both ? 2 : 1, element = c10::elementSize(dtype);
-  const int64_t per_row = logits * plan.row * element + 16;
-  divide_tokens(plan, op, tokens, per_row, 0, gradients ? logits * kForwardWithGradients : kForward, memory_budget);
-  plan.bytes = std::min(plan.chunk, tokens) * per_row;
+  divide_tokens(plan, op, tokens, per_row + 16, 0, usual, memory_budget);
+  plan.bytes = std::min(plan.chunk, tokens) * (per_row + 16);
   return plan;
+}
+
+/// gradients: of a frozen head's input, for none of the results, log_probs, or the entropy too. by_gemm: see
+/// statistics.h.
+inline Plan forward_plan(
+    const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, int64_t gradients, bool by_gemm,
+    std::optional<int64_t> memory_budget) {
+  const int64_t own = c10::elementSize(dtype), wide = at::isReducedFloatingType(dtype) ? 4 : own;
+  const int64_t row = logits_stride(classes, at::kHalf);
+  int64_t per_row = gradients * own * row;
+  if (by_gemm) {
+    per_row += Statistics::bytes(classes);
+  } else if (wide > own || gradients == 0) {
+    // Else gradients overwrite the logits.
+    per_row += wide * row;
+  }
+  return plan_tokens(op, tokens, per_row, gradients ? gradients * kForwardWithGradients : kForward, memory_budget);
 }
 
 inline Plan backward_plan(
     const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, WantedGradients wanted,
     std::optional<int64_t> memory_budget) {
-  if (!wanted.head()) return forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
+  const int64_t element = c10::elementSize(dtype);
+  if (!wanted.head()) {
+    const int64_t per_row = element * logits_stride(classes, at::kHalf);
+    return plan_tokens(op, tokens, per_row, kForwardWithGradients, memory_budget);
+  }
   const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
   const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
-  return divide_classes(op, tokens, classes, int64_t(c10::elementSize(dtype)), sums, memory_budget.value_or(usual));
+  return divide_classes(op, tokens, classes, element, sums, memory_budget.value_or(usual));
 }
 
-/// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats. Of a rank
-/// without classes, the neutral elements.
+/// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats. Of a
+/// rank without classes, the neutral elements.
 inline Tensor facts_of(const Results& local, const Settings& s, bool has_classes) {
   std::vector<Tensor> parts{local.stats, local.chosen};
   if (!has_classes) {
@@ -221,7 +240,9 @@ struct ForwardLoss : LinearLogProbs {
 
   Results out;  // in the order of this call: (M,), (M, K), (M, 3)
   Tensor of_log_probs, of_entropy;  // (M, H)
-  Tensor memory, second;  // of logits, and of the gradient of logits that are needed again
+  bool by_gemm = false;  // the results come from the GEMM, see statistics.h
+  Tensor wide;  // memory of the logits for the results, unless they come from the GEMM
+  Tensor memory, second;  // of those for gradients, and of the gradient of logits that are needed again
 
   /// Of the tokens from first on.
   Results at_tokens(int64_t first) const {
@@ -236,13 +257,24 @@ struct ForwardLoss : LinearLogProbs {
 
   void open(Chunk& c, int64_t) const {
     const int64_t rows = division.rows_from(c.first), classes = shard().n;
-    c.logits = logits_in(memory, rows, classes, head.bias.defined());
-    if (classes > 0) head.logits(c.logits, c.first, 0);
     const Tensor ids = index.narrow(0, c.first, rows);
+    auto part = [&](const Tensor& t) { return logits_in(t, rows, classes, head.bias.defined()); };
+    Tensor logits;
+    if (!by_gemm) logits = part(wide);
+    if (!by_gemm && classes > 0) head.logits(logits, c.first, 0);
+    c.logits = memory.defined() ? part(memory) : by_gemm ? at::empty({rows, 0}, head.x().options()) : logits;
+    if (!by_gemm && memory.defined()) c.logits.copy_(logits);
+    auto describe = [&](Results& results) {
+      if (by_gemm) {
+        const Tensor stored = memory.defined() ? c.logits : Tensor();
+        Statistics::compute(division.op, head, c.first, ids, s.o, columns(0), stored, results);
+      } else {
+        device.forward(division.op, logits, ids, s.o, results, columns(0));
+      }
+    };
     if (!shard().is_split()) {
       Results results = at_tokens(c.first);
-      device.forward(division.op, c.logits, ids, s.o, results, columns(0));
-      return;
+      return describe(results);
     }
     const auto numbers = division.numbers;
     Results local;
@@ -252,7 +284,7 @@ struct ForwardLoss : LinearLogProbs {
     if (s.mean_logits) local.mean_logits = at::empty({rows}, numbers);
     if (s.log_sum_sq_probs) local.log_sum_sq_probs = at::empty({rows}, numbers);
     if (s.is_top1) local.is_top1 = at::empty(ids.sizes(), numbers.dtype(at::kBool));
-    if (classes > 0) device.forward(division.op, c.logits, ids, s.o, local, columns(0));
+    if (classes > 0) describe(local);
     c.gathered = shard().group->all_gather(facts_of(local, s, classes > 0));
   }
 
@@ -284,8 +316,10 @@ struct ForwardLoss : LinearLogProbs {
       if (head.x().is_cpu()) runtime::count_cpu_call();
       return;
     }
-    memory = buffer(shard().n);
-    if (of_entropy.defined()) second = at::empty_like(memory);
+    const auto own = head.x().scalar_type(), computes = compute_type(head.x());
+    if (!by_gemm) wide = buffer(shard().n, computes);
+    if (of_log_probs.defined() && own != computes) memory = buffer(shard().n, own);
+    if (of_entropy.defined()) second = buffer(shard().n, own);
     // The facts of other ranks arrive during the next chunk's GEMM, unless the logits are needed again.
     run_chunks(division, *this, shard().is_split() && !of_log_probs.defined());
   }
@@ -295,6 +329,9 @@ struct ForwardLoss : LinearLogProbs {
 inline void forward(const Device& device, const Call& call, Forward& into) {
   c10::DeviceGuard guard(call.input.device());
   const bool gradients = into.of_log_probs.defined();
+  const bool adds = call.bias.defined() || (call.low_rank_input.defined() && call.low_rank_input.size(-1) > 0);
+  const bool plain = !adds && !call.o.softcap && call.logits_scale > 0;
+  const bool by_gemm = Statistics::applies(call.input, call.weight, plain, call.vocabulary.is_split());
   ForwardLoss loss(device, call, [&](int64_t tokens, int64_t classes) {
     const auto dtype = call.input.scalar_type();
     // A budget that is too small for backward is refused here.
@@ -302,8 +339,11 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
       const int64_t hidden = call.input.size(-1);
       backward_plan(call.op, tokens, hidden, classes, dtype, {true, true, true}, call.memory_budget);
     }
-    return forward_plan(call.op, tokens, classes, dtype, gradients, into.of_entropy.defined(), call.memory_budget);
+    const int64_t products = gradients + into.of_entropy.defined();
+    return forward_plan(call.op, tokens, classes, dtype, products, by_gemm, call.memory_budget);
   });
+  loss.by_gemm = by_gemm;
+  if (by_gemm) Statistics::align(loss.head);
   const Results& out = into.rows;
   const int64_t tokens = loss.division.tokens, ids = loss.sizes.ids;
   // Results in the order of this call, at their final place if that is the caller's order.
@@ -357,7 +397,7 @@ inline void backward(
   head.differentiate(into);
   Tensor buffer;
   run_blocks(division, {&head}, [&](int64_t first, int64_t rows, int64_t c, int64_t classes) {
-    if (!buffer.defined()) buffer = loss.buffer(classes);
+    if (!buffer.defined()) buffer = loss.buffer(classes, head.x().scalar_type());
     ResultGradients upstream;
     if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
     if (h.defined()) upstream.entropy = h.narrow(0, first, rows);

@@ -113,8 +113,8 @@ inline void multiply_by_weight(
   }
 }
 
-/// logits = scale * (x w^T + t b^T + bias), and the gradients of x, w, bias, t and b. The logits may be in a wider dtype
-/// than x, and w in a narrower one.
+/// logits = scale * (x w^T + t b^T + bias), and the gradients of x, w, bias, t and b. The logits may be in a wider
+/// dtype than x, and w in a narrower one.
 struct Head {
   const Division& division;
   Tokens tokens;
@@ -224,7 +224,8 @@ struct Head {
   at::Tensor of_chunk(int64_t row, int64_t count) const { return dinput.of_chunk(row, count, division.order); }
   void reduce(const at::Tensor& of_x, int64_t row) { dinput.reduce(of_x, row, division.order, division.shard); }
 
-  /// dlogits: (T, n), of the tokens from `row` and the classes from `c` on. before_weight(): called before the weight's.
+  /// dlogits: (T, n), of the tokens from `row` and the classes from `c` on. before_weight(): called before the
+  /// weight's.
   template <class F>
   void add(const at::Tensor& dlogits, int64_t row, int64_t c, const F& before_weight) {
     const int64_t count = dlogits.size(0), classes = dlogits.size(1);

@@ -39,8 +39,8 @@ void run_chunks(const Division& division, Loss& loss, bool defers) {
   }
 }
 
-/// Takes all tokens of a chunk and some classes at a time: f(first token, tokens, first class, classes). Without classes,
-/// once for each chunk. heads: whose tokens it needs.
+/// Takes all tokens of a chunk and some classes at a time: f(first token, tokens, first class, classes). Without
+/// classes, once for each chunk. heads: whose tokens it needs.
 template <class F>
 void run_blocks(const Division& division, std::initializer_list<const Head*> heads, const F& f) {
   const Plan& plan = division.plan;

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as TF
 
 from tests.support.checks import assert_most_digits
-from tests.support.oracles.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
+from tests.support.families.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 N = B * S

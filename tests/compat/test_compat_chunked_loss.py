@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 from liger_ops import losses
 from tests.support.checks import assert_most_digits
+from tests.support.families.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 from tests.support.host.solo_group import group_of_one, solo_group
-from tests.support.oracles.post_training import CLASSES, B, Model, S, all_log_probs, model, of_ids, targets
 
 pytestmark = pytest.mark.usefixtures("liger_kernel_served")
 N = B * S

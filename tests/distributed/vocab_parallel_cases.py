@@ -16,8 +16,8 @@ from torch import Tensor
 from liger_ops import functional as F
 from liger_ops._accuracy import Roundings, rounded
 from tests.support.checks import assert_no_worse
+from tests.support.families import linear_losses, logits_losses
 from tests.support.host.process_group import Cases
-from tests.support.oracles import linear_losses, logits_losses
 from tests.support.pairs import pairs_of
 
 CASES = Cases()

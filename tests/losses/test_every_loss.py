@@ -8,8 +8,8 @@ import torch
 
 from liger_ops import compat, losses
 from tests.support.checks import check_results
+from tests.support.families.post_training import Model, model, targets
 from tests.support.host.allocations import largest_allocation
-from tests.support.oracles.post_training import Model, model, targets
 
 NAMES = ["dpo", "orpo", "kto", "grpo", "distillation", "topk", "cosine"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from liger_ops import losses
-from tests.support.oracles.post_training import CLASSES, B, S, model, targets
+from tests.support.families.post_training import CLASSES, B, S, model, targets
 
 POSITIVE, NOT_NEGATIVE = "be positive and finite", "be finite and not negative"
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as TF
 
 from liger_ops import losses
-from tests.support.oracles.post_training import (
+from tests.support.families.post_training import (
     CLASSES,
     Model,
     agree,

@@ -8,7 +8,7 @@ import torch
 
 from liger_ops import losses
 from liger_ops.losses.grpo import LOSS_TYPES
-from tests.support.oracles.post_training import (
+from tests.support.families.post_training import (
     CLASSES,
     B,
     S,

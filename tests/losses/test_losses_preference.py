@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_ops import losses
-from tests.support.oracles.post_training import (
+from tests.support.families.post_training import (
     B,
     S,
     agree,

@@ -82,12 +82,12 @@ OPERATORS = [
     Defect(
         "gated-product-forgets-up", "csrc/ops/gated/gated_cpu.h",
         "p[i] = act.value * other;", "p[i] = act.value;",
-        "ops/gated/test_swiglu.py ops/gated/test_geglu.py ops/test_every_operator.py",
+        "ops/gated/test_gated.py ops/test_every_operator.py",
     ),
     Defect(
         "geglu-slope-has-the-wrong-sign", "csrc/ops/gated/geglu.cpp",
         "normal.cdf + x * normal.pdf", "normal.cdf - x * normal.pdf",
-        "ops/gated/test_geglu.py ops/test_every_operator.py",
+        "ops/gated/test_gated.py ops/test_every_operator.py",
     ),
     Defect(
         "swiglu-gradient-stops-at-the-limit", "csrc/ops/gated/swiglu.cpp",
@@ -98,22 +98,22 @@ OPERATORS = [
         "gated-overwrites-up-in-use", "csrc/ops/gated/gated.h",
         "node.may_overwrite(gate, up) && node.may_overwrite(up, gate)",
         "node.may_overwrite(gate, up) && up.strides() == gate.strides()",
-        "ops/gated/test_swiglu.py ops/test_reuse.py",
+        "ops/gated/test_gated.py ops/test_reuse.py",
     ),
     Defect(
         "gated-packed-accepts-odd-widths", "csrc/ops/gated/gated.h",
         "gate_up.sym_size(-1) % 2 == 0", "gate_up.sym_size(-1) > 0",
-        "ops/gated/test_swiglu.py ops/test_every_operator.py",
+        "ops/gated/test_gated.py ops/test_every_operator.py",
     ),
     Defect(
         "gated-reads-a-freed-weight", "csrc/ops/gated/gated.h",
         'if (!core::has_memory(weight)) core::refuse_memory(std::string(kOp) + " backward", "weight", weight);', "",
-        "ops/test_memory.py ops/gated/test_swiglu.py ops/test_threads_and_memory.py",
+        "ops/test_memory.py ops/gated/test_gated.py ops/test_threads_and_memory.py",
     ),
     Defect(
         "elements-last-span-is-too-long", "csrc/core/rows/elements.h",
         "f(row, first, std::min(kSpan, walk.n - first));", "f(row, first, kSpan);",
-        "ops/activations/test_relu_squared.py ops/gated/test_swiglu.py",
+        "ops/activations/test_relu_squared.py ops/gated/test_gated.py",
     ),
     Defect(
         "relu-squared-hides-nan", "csrc/ops/activations/relu_squared.cpp",
@@ -275,7 +275,7 @@ CORE_AND_RUNTIME = [
     Defect(
         "narrow-rounds-ties-up", "csrc/core/cpu/half.h",
         "(bits + 0x7FFF + (bits >> 16 & 1)) >> 16", "(bits + 0x8000) >> 16",
-        "ops/activations/test_relu_squared.py ops/gated/test_swiglu.py ops/norms/test_rms_norm.py",
+        "ops/activations/test_relu_squared.py ops/gated/test_gated.py ops/norms/test_rms_norm.py",
     ),
     Defect(
         "launch-is-not-counted", "csrc/runtime/launch.cpp",

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional
 
 from tests.support.checks import CPU_DTYPES, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
-from tests.support.oracles.causal_convolution import packed, reference
+from tests.support.families.convolutions import packed
+from tests.support.oracles.causal_convolution import reference
 from tests.support.pairs import pairwise, sizes_by_device
 
 conv = torch.ops.liger.causal_conv1d

@@ -5,8 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.checks import CPU_DTYPES, check_op, equal, gradients, like, path_taken
+from tests.support.families.convolutions import packed
 from tests.support.host.allocations import allocations
-from tests.support.oracles.causal_convolution import packed
 from tests.support.oracles.causal_convolution import reference as convolved
 from tests.support.pairs import pairwise
 

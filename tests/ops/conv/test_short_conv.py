@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.checks import CPU_DTYPES, check_op, equal, gradients, path_taken
-from tests.support.oracles.causal_convolution import packed
+from tests.support.families.convolutions import packed
 from tests.support.oracles.causal_convolution import reference as convolved
 from tests.support.pairs import pairwise, sizes_by_device
 

@@ -9,13 +9,14 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
+from liger_ops.reference.fp8_projections import RECIPES
 from liger_ops.reference.quantize_blocks import for_each, tensor_in_e4m3
 from tests.support.checks import (
     CPU_DTYPES,
     check_op,
     run_python,
 )
-from tests.support.oracles.fp8_recipes import RECIPES, fitting
+from tests.support.families.fp8 import fitting
 from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("needs_fp8")

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
+from liger_ops.reference.fp8_projections import RECIPES
 from tests.support.checks import CPU_DTYPES, check_op
-from tests.support.oracles.fp8_recipes import RECIPES, fitting
+from tests.support.families.fp8 import fitting
 from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("needs_fp8")

@@ -8,8 +8,15 @@ import torch.nn.functional as nnf
 
 from liger_ops.functional import cross_entropy, cross_entropy_, cross_entropy_with_metrics
 from tests.support.checks import CPU_DTYPES, assert_no_worse, path_taken
+from tests.support.families.logits_losses import (
+    CROSS_ENTROPY,
+    EXTRAS,
+    OVERWRITING,
+    check,
+    of_cross_entropy,
+    overwriting,
+)
 from tests.support.oracles.cross_entropies import reference_with_metrics
-from tests.support.oracles.logits_losses import CROSS_ENTROPY, EXTRAS, OVERWRITING, check, of_cross_entropy, overwriting
 from tests.support.pairs import pairwise
 
 OPS = [cross_entropy, overwriting]

@@ -6,7 +6,7 @@ import torch.nn.functional as nnf
 
 from liger_ops.functional import cross_entropy, cross_entropy_, cross_entropy_with_metrics
 from tests.support.checks import check_second_backward
-from tests.support.oracles.logits_losses import of_cross_entropy
+from tests.support.families.logits_losses import of_cross_entropy
 
 
 def make(shape, device, **options):

@@ -20,8 +20,8 @@ from tests.support.checks import (
     path_taken,
     roundings,
 )
-from tests.support.oracles import linear_losses
-from tests.support.oracles.linear_losses import (
+from tests.support.families import linear_losses
+from tests.support.families.linear_losses import (
     BITS,
     CE_OPTIONS,
     budget_for,

@@ -19,7 +19,7 @@ from tests.support.checks import (
     output_of,
     path_taken,
 )
-from tests.support.oracles.linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
+from tests.support.families.linear_losses import BITS, budget_for, check, of_cross_entropy, plan_of
 
 BOTH = BITS["input"] | BITS["weight"]
 

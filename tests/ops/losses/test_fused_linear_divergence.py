@@ -9,8 +9,8 @@ from torch import Tensor
 
 from liger_ops import functional as F
 from tests.support.checks import HALF_TYPES, assert_no_worse, gradients, like
-from tests.support.oracles import linear_losses
-from tests.support.oracles.linear_losses import least_budget, logit_error, of_divergence, relative
+from tests.support.families import linear_losses
+from tests.support.families.linear_losses import least_budget, logit_error, of_divergence, relative
 from tests.support.pairs import pairwise
 
 divergence = F.fused_linear_divergence

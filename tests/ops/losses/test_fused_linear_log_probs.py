@@ -7,8 +7,8 @@ import torch
 
 from liger_ops import functional as F
 from tests.support.checks import CPU_DTYPES, assert_no_worse, like
-from tests.support.oracles import linear_losses
-from tests.support.oracles.linear_losses import check, least_budget, of_log_probs
+from tests.support.families import linear_losses
+from tests.support.families.linear_losses import check, least_budget, of_log_probs
 from tests.support.pairs import pairwise
 
 op = F.fused_linear_log_probs

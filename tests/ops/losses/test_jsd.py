@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from liger_ops.functional import jsd
-from tests.support.oracles.divergences import noise  # noqa: F401
-from tests.support.oracles.logits_losses import PLAIN
+from tests.support.families.logits_losses import divergence_noise as noise  # noqa: F401
+from tests.support.oracles.divergences import PLAIN
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as nnf
 
 from liger_ops.functional import kl_div
-from tests.support.oracles.divergences import noise  # noqa: F401
-from tests.support.oracles.logits_losses import of_divergence
+from tests.support.families.logits_losses import divergence_noise as noise  # noqa: F401
+from tests.support.families.logits_losses import of_divergence
 
 
 @pytest.mark.parametrize("log_target", [False, True])

@@ -19,9 +19,7 @@ from tests.support.checks import (
     gradients,
     like,
 )
-from tests.support.host.allocations import peak_memory
-from tests.support.host.solo_group import solo_group
-from tests.support.oracles.linear_losses import (
+from tests.support.families.linear_losses import (
     CROSS_ENTROPY,
     DIVERGENCE,
     LOG_PROBS,
@@ -30,6 +28,8 @@ from tests.support.oracles.linear_losses import (
     least_budget,
     small_budget,
 )
+from tests.support.host.allocations import peak_memory
+from tests.support.host.solo_group import solo_group
 from tests.support.pairs import pairs_of, pairwise
 
 NAMES = [loss.name for loss in LOSSES]

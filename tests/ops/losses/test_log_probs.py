@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_ops.functional import log_probs
-from tests.support.oracles.logits_losses import of_log_probs
+from tests.support.families.logits_losses import of_log_probs
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])

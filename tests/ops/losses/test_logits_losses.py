@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_ops import functional as F
 from tests.support.checks import CPU_DTYPES
-from tests.support.oracles.logits_losses import (
+from tests.support.families.logits_losses import (
     CHOICES,
     CROSS_ENTROPY,
     DIVERGENCES,
@@ -17,9 +17,9 @@ from tests.support.oracles.logits_losses import (
     LOG_PROBS,
     LOSSES,
     OVERWRITING,
-    PLAIN,
     check,
 )
+from tests.support.oracles.divergences import PLAIN
 from tests.support.pairs import pairs_of, pairwise
 
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=str)

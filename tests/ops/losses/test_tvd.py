@@ -3,7 +3,7 @@
 import torch
 
 from liger_ops.functional import tvd
-from tests.support.oracles.divergences import noise  # noqa: F401
+from tests.support.families.logits_losses import divergence_noise as noise  # noqa: F401
 
 
 def test_the_gradient_of_equal_probabilities_is_zero(device):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_ops.reference.moe_experts import moe_experts as declared
 from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
+from tests.support.calls import GPT_OSS
 from tests.support.checks import (
     CPU_DTYPES,
     check_no_synchronization,
@@ -15,7 +16,7 @@ from tests.support.checks import (
     gradients,
     has_hopper_kernels,
 )
-from tests.support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
+from tests.support.families.experts import EVERY_OPTION, MANY_ROWS, inputs_of, sorted_inputs, with_options
 from tests.support.pairs import pairwise
 
 moe_experts, moe_experts_sorted = torch.ops.liger.moe_experts, torch.ops.liger.moe_experts_sorted

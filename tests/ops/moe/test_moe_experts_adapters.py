@@ -5,9 +5,10 @@ import torch
 
 from liger_ops.reference.moe_experts import moe_experts as declared
 from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
+from tests.support.calls import GPT_OSS
 from tests.support.checks import CPU_DTYPES, check_no_synchronization, check_op, check_replays, equal, gradients
+from tests.support.families.experts import EVERY_OPTION, MANY_ROWS, inputs_of, sorted_inputs
 from tests.support.host.allocations import largest_allocation
-from tests.support.oracles.expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs
 from tests.support.pairs import pairwise
 
 ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")

@@ -6,8 +6,8 @@ import torch
 
 from liger_ops import functional
 from tests.support.checks import CPU_DTYPES, check_op, equal, path_taken
-from tests.support.oracles import normalization
-from tests.support.oracles.normalization import make
+from tests.support.families import norms
+from tests.support.families.norms import make
 from tests.support.pairs import sizes_by_device
 
 NAME = "fused_add_rms_norm"
@@ -93,4 +93,4 @@ def test_autocast_on_cpu_adds_in_the_wider_dtype():
 
 
 def noise(name, x, residual, weight, eps, offset, **_):
-    return tuple(normalization.noise(2, [x, residual], x + residual, weight, eps, offset=offset))
+    return tuple(norms.noise(2, [x, residual], x + residual, weight, eps, offset=offset))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.support.checks import CPU_DTYPES
-from tests.support.oracles import normalization
-from tests.support.oracles.normalization import check, make
+from tests.support.families import norms
+from tests.support.families.norms import check, make
 from tests.support.pairs import pairwise
 
 layer_norm = torch.ops.liger.layer_norm
@@ -35,4 +35,4 @@ def test_a_constant_row_becomes_the_bias(device):
 
 
 def noise(name, x, weight, bias, eps, **_):
-    return tuple(normalization.noise(1, [x], x, weight, eps, centred=True))
+    return tuple(norms.noise(1, [x], x, weight, eps, centred=True))

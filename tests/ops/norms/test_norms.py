@@ -13,7 +13,7 @@ from tests.support.checks import (
     path_taken,
     sizes_around_tiles,
 )
-from tests.support.oracles.normalization import NORMS, check, make
+from tests.support.families.norms import NORMS, check, make
 from tests.support.pairs import sizes_by_device
 
 each = pytest.mark.parametrize("name", NORMS)

@@ -3,8 +3,8 @@
 import torch
 
 from tests.support.checks import CPU_DTYPES
-from tests.support.oracles import normalization
-from tests.support.oracles.normalization import check, make
+from tests.support.families import norms
+from tests.support.families.norms import check, make
 from tests.support.pairs import pairwise
 
 
@@ -22,4 +22,4 @@ def test_options(name, dtype, weight_dtype, offset, casting_mode, eps, device):
 
 
 def noise(name, x, weight, eps, offset, **_):
-    return tuple(normalization.noise(1, [x], x, weight, eps, offset=offset))
+    return tuple(norms.noise(1, [x], x, weight, eps, offset=offset))

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from liger_ops import functional
 from tests.support.checks import CPU_DTYPES, check_op, gradients
-from tests.support.oracles.normalization import check, make
-from tests.support.oracles.normalization import gated_terms as terms
+from tests.support.families.norms import check, make
+from tests.support.families.norms import gated_terms as terms
 from tests.support.pairs import pairwise, sizes_by_device
 
 NAME = "rms_norm_gated"

@@ -7,7 +7,7 @@ import torch
 
 from liger_ops import functional as F
 from liger_ops.reference.quantize_blocks import BLOCKS, for_each
-from tests.support.oracles.quantizers import check
+from tests.support.families.quantizers import check
 
 each = pytest.mark.parametrize("block", BLOCKS)
 

@@ -7,8 +7,8 @@ import torch
 
 from liger_ops import functional as F
 from tests.support.checks import HALF_TYPES
+from tests.support.families.quantizers import assert_same_bits, check
 from tests.support.models.quantised import as_bits
-from tests.support.oracles.quantizers import assert_same_bits, check
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.checks import CPU_DTYPES, LAYOUTS, OPCHECKS, path_taken, sizes_around_tiles
-from tests.support.oracles.quantizers import QUANTIZERS, assert_same_bits, check
+from tests.support.families.quantizers import QUANTIZERS, assert_same_bits, check
 from tests.support.pairs import pairwise, sizes_by_device
 
 each = pytest.mark.parametrize("name", QUANTIZERS)

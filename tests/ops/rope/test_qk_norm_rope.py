@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support.checks import CPU_DTYPES, HALF_TYPES, ROWS_AND_PARAMETERS
-from tests.support.oracles.rotations import check, make
+from tests.support.families.rotations import check, make
 from tests.support.pairs import pairwise
 
 NAME = "qk_norm_rope"

@@ -5,7 +5,8 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support.checks import CPU_DTYPES, check_op, equal
-from tests.support.oracles.rotations import angles, check, make, reference
+from tests.support.families.rotations import angles, check, make
+from tests.support.oracles.rotations import reference
 from tests.support.pairs import pairwise, sizes_by_device
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis

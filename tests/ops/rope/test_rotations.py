@@ -11,7 +11,8 @@ from tests.support.checks import (
     path_taken,
     sizes_around_tiles,
 )
-from tests.support.oracles.rotations import FORMULAS, angles, check, make
+from tests.support.families.rotations import angles, check, make
+from tests.support.oracles.rotations import FORMULAS
 from tests.support.pairs import pairwise, sizes_by_device
 from tests.support.rows import Bound, contiguous, of_temporaries
 

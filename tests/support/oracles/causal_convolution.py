@@ -1,4 +1,4 @@
-"""A depthwise causal convolution over time, by torch, and packed samples."""
+"""A depthwise causal convolution over time, by torch."""
 
 import torch
 from torch.nn import functional
@@ -17,13 +17,3 @@ def reference(x, weight, bias=None, state=None, activation="silu", dilation=1, l
     rows = torch.cat([before, x], 1).transpose(1, 2).to(dtype)
     y = functional.conv1d(rows, weight[:, None], bias, dilation=dilation, groups=x.shape[2]).transpose(1, 2)
     return (functional.silu(y) if activation == "silu" else y).to(x.dtype)
-
-
-def packed(lengths, x, cumulative=False):
-    """The arguments that separate samples of these lengths."""
-    if not lengths:
-        return {}
-    if cumulative:
-        return dict(cu_seqlens=torch.tensor([0, *lengths], device=x.device).cumsum(0))
-    samples = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(x.device)
-    return dict(seq_idx=samples.expand(len(x), -1))

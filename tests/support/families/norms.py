@@ -1,4 +1,5 @@
-"""Calls of the norms over the last dimension, and the magnitude of the terms of their gradients."""
+"""Calls of the norms over the last dimension, compared with their formulas, and the magnitude of the terms of their
+gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple

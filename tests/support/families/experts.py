@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
+from tests.support.calls import GPT_OSS
 
 # Every product of theirs takes PyTorch's grouped GEMM.
 MANY_ROWS = [(2100, 264, 1032, 4, 2), (1111, 128, 1024, 5, 8)]

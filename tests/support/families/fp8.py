@@ -1,6 +1,5 @@
-"""Recipes of fp8_linear, and sizes that they take."""
+"""Sizes that the recipes of fp8_linear take."""
 
-from liger_ops.reference.fp8_projections import RECIPES as RECIPES
 from liger_ops.reference.fp8_projections import multiple_of
 
 

@@ -187,10 +187,6 @@ ERRORS = {
     "no group": (lambda: (X, W), dict(sizes=[1, 1, 1, 1], groups=0), "groups must be positive"),
     "other columns": (lambda: (X, W), dict(sizes=[1, 1, 1, 1]), r"x must have groups \* sum\(sizes\) = 4 columns"),
     "weight of all columns": (lambda: (X, torch.ones(8, 4)), SIZES, r"weight must have shape \[6, W\]"),
-    "bias of another shape": (lambda: (X, W, W[0]), SIZES, r"bias must have shape \[6\]"),
-    "state of all columns": (
-        lambda: (X, W), dict(SIZES, initial_state=X[:, 1:]), r"initial_state must have shape \[2, 3, 6\]",
-    ),
 }  # fmt: skip
 
 

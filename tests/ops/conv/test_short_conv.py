@@ -119,8 +119,6 @@ X, W, IDS = torch.ones(2, 4, 24), torch.ones(8, 4), torch.zeros(2, 4, dtype=torc
 ERRORS = {
     "flat bcx": (lambda: (X[0], W), {}, r"bcx must have shape \(B, S, 3 \* C\)"),
     "columns of no third": (lambda: (X[..., 1:], W), {}, r"bcx must have shape \(B, S, 3 \* C\)"),
-    "weight of all columns": (lambda: (X, W.repeat(3, 1)), {}, r"weight must have shape \[8, W\]"),
-    "weight of another dtype": (lambda: (X, W.half()), {}, "weight must be float32 or have the dtype of bcx"),
     "cu_seqlens of batches": (lambda: (X, W), dict(cu_seqlens=IDS[0]), "bcx must have a batch of 1 beside cu_seqlens"),
 }
 

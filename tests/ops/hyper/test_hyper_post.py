@@ -77,8 +77,6 @@ ERRORS = {
     "dtype of y": ((Y.half(), STREAMS, POST, COMB), "y must have the dtype of streams"),
     "shape of y": ((Y[:2], STREAMS, POST, COMB), r"y must have shape \[3, 8\]"),
     "post": ((Y, STREAMS, POST[:, :2], COMB), r"post must have shape \[3, 4\]"),
-    "comb": ((Y, STREAMS, POST, COMB[..., :2]), r"comb must have shape \[3, 4, 4\]"),
-    "dtype of comb": ((Y, STREAMS, POST, COMB.half()), "comb must be float32 or have the dtype of streams"),
 }
 
 

@@ -150,20 +150,9 @@ def test_dense_strides_are_preserved(device):
 
 ONES, ZEROS = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
 ERRORS = {
-    "integer logits": ((ONES.long(), ZEROS), {}, "logits must be float32, float16, bfloat16 or float64"),
-    "scalar logits": ((torch.tensor(1.0), ZEROS), {}, "logits must have at least one dimension"),
-    "sparse logits": ((ONES.to_sparse(), ZEROS), {}, "logits must be a dense, unquantized tensor"),
-    "float target": ((ONES, ONES), {}, "target must be int64 or int32"),
     "target of another shape": ((ONES, torch.zeros(3, dtype=torch.long)), {}, r"target must have shape \[2\]"),
-    "target elsewhere": ((ONES, ZEROS.to("meta")), {}, "target must be on cpu like logits"),
     "target too large": ((ONES, ZEROS + 8), {}, r"target must lie in \[0, 8\) or be ignore_index, -100 "),
-    "negative target": ((ONES, ZEROS - 1), {}, r"target must lie in \[0, 8\) or be ignore_index, -100 "),
     "weight of another length": ((ONES, ZEROS, torch.ones(7)), {}, r"weight must have shape \[8\]"),
-    "weight of two dimensions": ((ONES, ZEROS, torch.ones(1, 8)), {}, r"weight must have shape \[8\]"),
-    "narrow weight": ((ONES, ZEROS, torch.ones(8).half()), {}, "weight must be float32 or have the dtype of logits"),
-    "weight elsewhere": ((ONES, ZEROS, torch.ones(8, device="meta")), {}, "weight must be on cpu like logits"),
-    "sparse weight": ((ONES, ZEROS, torch.ones(8).to_sparse()), {}, "weight must be a dense, unquantized tensor"),
-    "learned weight": ((ONES, ZEROS, torch.ones(8, requires_grad=True)), {}, "weight must not require a gradient"),
     "unknown reduction": ((ONES, ZEROS), dict(reduction="avg"), "reduction must be 'mean', 'sum' or 'none'"),
     "too much smoothing": ((ONES, ZEROS), dict(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
     "negative smoothing": ((ONES, ZEROS), dict(label_smoothing=-0.1), "label_smoothing must be between 0 and 1"),

@@ -248,17 +248,10 @@ def test_no_synchronization_and_cuda_graph_capture(dtype, reduction, tokens):
 
 X, W, Y = torch.ones(2, 3, 8), torch.ones(10, 8), torch.zeros(2, 3, dtype=torch.int64)
 ERRORS = {
-    "float target": (dict(target=Y.float()), "target must be int64 or int32"),
     "target of another shape": (dict(target=Y[:1]), r"target must have shape \[2, 3\]"),
-    "target out of range": (dict(target=Y + 10), r"target must lie in \[0, 10\) or be ignore_index, -100"),
     "parts of classes alone": (dict(class_sizes=[10]), "class_sizes must be None without a group"),
     "a part of a sequence alone": (dict(sequence_dim=0), "sequence_dim must be None without a group"),
-    "class weights of another length": (dict(ce_weight=torch.ones(9)), r"ce_weight must have shape \[10\]"),
-    "learned class weights": (dict(ce_weight=torch.ones(10, requires_grad=True)), "ce_weight must not require"),
-    "token weights of another shape": (dict(token_weight=torch.ones(3)), r"token_weight must have shape \[2, 3\]"),
     "integer token weights": (dict(token_weight=Y), "token_weight must be floating point"),
-    "unknown reduction": (dict(reduction="avg"), "reduction must be 'mean', 'sum' or 'none'"),
-    "too much smoothing": (dict(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
 }
 
 

@@ -149,19 +149,13 @@ X, W, MAP = torch.ones(2, 3, 8), torch.ones(10, 8), torch.zeros(10).long()
 ERRORS = {
     "teacher positions": (dict(t_input=X[:1]), r"t_input must have shape \[2, 3\] and one dimension more"),
     "teacher classes": (dict(t_weight=W[:9]), "t_weight must have 10 classes like s_weight"),
-    "teacher elsewhere": (dict(t_input=X.to("meta")), "t_input must be on cpu like s_input"),
     "map": (dict(vocab_map=MAP[1:]), r"vocab_map must have shape \[10\]"),
-    "map of floats": (dict(vocab_map=MAP.float()), "vocab_map must be int64 or int32"),
     "map of a mixture": (dict(vocab_map=MAP, beta=0.5), "vocab_map must be None unless beta is 0"),
     "map and group": (dict(vocab_map=MAP, group="0", classes=10), "vocab_map must be None with a group"),
     "mask": (dict(mask=torch.ones(2, 3)), "mask must be bool"),
     "mask shape": (dict(mask=torch.ones(2).bool()), r"mask must have shape \[2, 3\]"),
-    "token weights": (dict(token_weight=torch.ones(2, 3).long()), "token_weight must be floating point"),
-    "token weights shape": (dict(token_weight=torch.ones(3)), r"token_weight must have shape \[2, 3\]"),
-    "learned teacher": (dict(t_input=X.clone().requires_grad_()), "t_input must not require a gradient"),
     "beta": (dict(beta=1.5), "beta must be between 0 and 1"),
     "temperature": (dict(temperature=0.0), "temperature must be positive and finite"),
-    "reduction": (dict(reduction="batchmean"), "reduction must be 'mean', 'sum' or 'none'"),
 }
 
 
@@ -171,14 +165,6 @@ def test_errors(case):
     arguments, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=rf"^fused_linear_divergence: {message}.*\(got "):
         divergence(**dict(s_input=X, s_weight=W, t_input=X, t_weight=W) | arguments)
-
-
-@pytest.mark.library
-@pytest.mark.parametrize("wrong", [-1, 10, 2**62])
-def test_a_map_out_of_range(wrong):
-    message = rf"^fused_linear_divergence: vocab_map must lie in \[0, 10\) \(got {wrong}\)"
-    with pytest.raises(IndexError, match=message):
-        divergence(X, W, X, W, vocab_map=torch.full((10,), wrong))
 
 
 precision = linear_losses.precision  # for test_properties.py

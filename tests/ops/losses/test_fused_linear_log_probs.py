@@ -168,7 +168,6 @@ ERRORS = {
     "weight must have the dtype of input, BFloat16": lambda: op(X.bfloat16(), W, Y),
     "weight must have the dtype of input, Float, or be float16 or bfloat16": lambda: op(X, W.double(), Y),
     r"target must have shape \[2\], or that with one dimension more": lambda: op(X, W, Y[:1]),
-    r"target must lie in \[0, 5\) or be ignore_index, -100": lambda: op(X, W, Y + 5),
     "temperature must be positive and finite": lambda: op(X, W, Y, temperature=-1.0),
 }
 

@@ -1,8 +1,6 @@
 """What the losses of a linear layer share: the formula in fp64, chunks under a memory budget, low-rank addends of logits
 (adapters of a head), frozen parts of a head, and memory. Their files have what only one of them does."""
 
-import math
-
 import pytest
 import torch
 
@@ -328,32 +326,19 @@ for prefix in ("s_", "t_"):
     models = dict(s_input=X, s_weight=W, t_input=torch.randn(2, 3, 8), t_weight=torch.randn(10, 8))
     CALLS[f"{NAMES[2]}, {prefix}"] = F.fused_linear_divergence, prefix, models
 T, B = torch.zeros(2, 3, 4), torch.zeros(10, 4)
-BOTH, OF_ROWS, OF_CLASSES = (
-    "low_rank_input low_rank_weight",
-    r"{}low_rank_input must have the shape of {}input, \[2, 3, 8\]",
-    (r"{}low_rank_weight must have shape \[10, 4\], the classes and"),
-)
 # Arguments without the prefix of a model.
 ERRORS = {
-    "integers": (dict(input=X.long()), "{}input must be float32"),
     "another dtype": (dict(weight=W.double()), "{}weight must have the dtype of {}input, Float"),
     "another width": (dict(weight=W[:, 1:]), r"{}weight must have shape \[classes, 8\]"),
-    "one dimension": (dict(weight=W[0]), r"{}weight must have shape \[classes, 8\]"),
     "a bias of another length": (dict(bias=torch.ones(9)), r"{}bias must have shape \[10\]"),
-    "a bias of another dtype": (dict(bias=torch.ones(10).double()), "{}bias must have the dtype of {}(input|weight), Float"),
-    "an infinite scale": (dict(logits_scale=math.inf), "{}logits_scale must be finite"),
     "a negative softcap": (dict(softcap=-1.0), "{}softcap must be positive and finite"),
     "half an addend": (dict(low_rank_input=T), "{}low_rank_weight must be given if and only if {}low_rank_input is"),
     "the other half": (dict(low_rank_weight=B), "{}low_rank_weight must be given if and only if {}low_rank_input is"),
-    "an addend in fp16": (
-        dict(low_rank_input=T.half(), low_rank_weight=B), "{}low_rank_input must be float32 or have the dtype of {}input",
+    "an addend of fewer rows": (
+        dict(low_rank_input=T[:1], low_rank_weight=B), r"{}low_rank_input must have the shape of {}input, \[2, 3, 8\]",
     ),
-    "an addend of fewer rows": (dict(low_rank_input=T[:1], low_rank_weight=B), OF_ROWS),
-    "an addend of one row": (dict(low_rank_input=T[0], low_rank_weight=B), OF_ROWS),
-    "an addend of other ranks": (dict(low_rank_input=T, low_rank_weight=B[:, :2]), OF_CLASSES),
-    "an addend of fewer classes": (dict(low_rank_input=T, low_rank_weight=B[:6]), OF_CLASSES),
-    "an addend elsewhere": (
-        dict(low_rank_input=T, low_rank_weight=B.to("meta")), "{}low_rank_weight must be on cpu like (.*_)?input",
+    "an addend of other ranks": (
+        dict(low_rank_input=T, low_rank_weight=B[:, :2]), r"{}low_rank_weight must have shape \[10, 4\], the classes and",
     ),
 }  # fmt: skip
 OF_BUDGETS = {0: "be a positive number of bytes", 1: r"be at least \d+ bytes"}

@@ -233,10 +233,6 @@ def test_an_index_out_of_range_makes_its_row_nan(n, index, weighted, loss):
 
 X, Y = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
 ERRORS = {
-    "target must have the dtype of input": (X, X.long()),
-    r"target must have the shape of input, \[2, 8\]": (X, X[:1]),
-    "target must not require a gradient": (X, X.clone().requires_grad_()),
-    "shift_labels must be int64 or int32": (X, X, Y.float()),
     r"shift_labels must have shape \[2\], that of input without its last dimension": (X, X, Y[:1]),
     "reduction must be 'mean', 'batchmean', 'sum' or 'none'": (X, X, Y, "avg"),
 }

@@ -84,6 +84,10 @@ def noise_of(op: str, device: str) -> float:
     return 2.0**-9 if op.startswith("fp8_") and device == "cuda" else 0.0
 
 
+# How often eager's error ours may be, for another order of sums.
+OF_EAGER = 1.5
+
+
 def judged(
     ours: Tensor,
     eager: Tensor,
@@ -92,13 +96,13 @@ def judged(
     noise: float = 0.0,
     bounds: tuple[Roundings, int] | None = None,
 ) -> tuple[float, float]:
-    """Our error against fp64, and the error allowed: 1.5 times eager's error in the same dtype, plus one rounding of the
-    result. The factor allows for a different summation order. noise: additional allowance for random variation.
+    """Our error against fp64, and the error allowed: OF_EAGER times eager's error in the same dtype, plus one rounding of the
+    result. noise: additional allowance for random variation.
 
     Eager's error is that of one CPU and one draw, and may be small by chance. So our error may also be as large as the
     error of any code that computes the formula in this precision: bounds, and the number of this result in them."""
     error = distance(ours, oracle, scale)
-    allowed = 1.5 * distance(eager, oracle, scale) + torch.finfo(ours.dtype).eps + noise
+    allowed = OF_EAGER * distance(eager, oracle, scale) + torch.finfo(ours.dtype).eps + noise
     if error > allowed and bounds is not None:
         allowed += bounds[0].bound(bounds[1], lambda a, b: distance(a, b, scale))
     return error, allowed

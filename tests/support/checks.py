@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 import liger_ops
-from liger_ops._accuracy import Roundings, compute_dtype, distance, gradients, judged, like, rounded, roundings
+from liger_ops._accuracy import (
+    OF_EAGER,
+    Roundings,
+    compute_dtype,
+    distance,
+    gradients,
+    judged,
+    like,
+    rounded,
+    roundings,
+)
 from tests.support.host.fork_server import Fork
 from tests.support.layouts import expanded, offset, sliced, strided
 
@@ -109,6 +119,21 @@ def assert_no_worse(
     assert ours.dtype == eager.dtype, f"{name}: dtype {ours.dtype}, expected {eager.dtype}"
     error, allowed = judged(ours, eager, oracle, scale, noise, bounds)
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@torch.no_grad()
+def overall_error(found: Tensor, exact: Tensor) -> float:
+    """The root mean square error, relative to what is exact. It depends on chance much less than the largest error does."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def assert_no_worse_overall(
+    ours: Iterable[Tensor], eager: Iterable[Tensor], oracle: Sequence[Tensor], factor: float = OF_EAGER
+) -> None:
+    """As assert_no_worse, for the error of all numbers of a result, the largest of all results. It leaves little to chance, so
+    nothing is added to eager's error."""
+    error, theirs = (max(map(overall_error, found, oracle)) for found in (ours, eager))
+    assert error <= factor * theirs, f"overall error {error:.3g}, allowed {factor * theirs:.3g}"
 
 
 def assert_as_the_formula(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops import functional as F
-from tests.support.checks import CPU_DTYPES, HALF_TYPES, check_op, sizes_around_tiles
+from tests.support.checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, check_op, sizes_around_tiles
 from tests.support.pairs import sizes_by_device
 
 xielu = torch.ops.liger.xielu
@@ -21,9 +21,10 @@ def reference(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = BETA, e
     return torch.where(x > 0, p * x * x + beta * x, low * m + beta * x)
 
 
-def relative_error(y, exact):
-    """The largest of all elements."""
-    return float(((y.double() - exact).abs() / exact.abs()).nan_to_num().max())
+def assert_digits_are_as_in_eager(x, numbers, eager, exact):
+    """Relative to each element, however small it is. exact: in fp64."""
+    ours, theirs = ((f(x, *numbers).double() / exact).nan_to_num(1.0) for f in (xielu, eager))
+    assert_no_worse("digits", ours, theirs, torch.ones_like(exact), noise=torch.finfo(x.dtype).eps)
 
 
 def make(shape, dtype, device, alphas=None) -> tuple[list[Tensor], list[Tensor]]:
@@ -68,8 +69,7 @@ def test_all_sizes_of_numbers(alphas, device):
     numbers = [torch.tensor([v], device=device) for v in alphas]
     exact = F.xielu.reference(x.double(), *(t.double() for t in numbers))
     # The plain formula in fp32, which loses no digits either.
-    error, eager = (relative_error(f(x, *numbers), exact) for f in (xielu, F.xielu.reference))
-    assert error <= 1.5 * eager + torch.finfo(torch.float32).eps
+    assert_digits_are_as_in_eager(x, numbers, F.xielu.reference, exact)
 
 
 def test_small_numbers_keep_their_digits(device):
@@ -77,8 +77,7 @@ def test_small_numbers_keep_their_digits(device):
     x = -torch.logspace(-9, 1, 4000, device=device)
     numbers = [torch.tensor([v], device=device) for v in (0.2, 3.0)]
     exact = reference(x.double(), *(t.double() for t in numbers))
-    error, eager = (relative_error(f(x, *numbers), exact) for f in (xielu, reference))
-    assert error <= 1.5 * eager + torch.finfo(torch.float32).eps
+    assert_digits_are_as_in_eager(x, numbers, reference, exact)
 
 
 def test_nan_and_infinity(device):

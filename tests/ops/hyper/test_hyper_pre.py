@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.checks import CPU_DTYPES, check_op
+from tests.support.checks import CPU_DTYPES, check_op, check_results, gradients
 from tests.support.pairs import sizes_by_device
 
 hyper_pre = torch.ops.liger.hyper_pre
@@ -95,11 +95,9 @@ def test_numbers_of_streams(count, kind):
 
 @pytest.mark.gpu
 def test_numbers_of_streams_without_a_kernel():
-    (inputs, grads), given = make((6, 24), torch.float32, "cuda", count=2), OPTIONS
-    ours, theirs = hyper_pre(*inputs, **given), reference(*(t.double() for t in inputs), **given)
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-    assert all(t.isfinite().all() for t in torch.autograd.grad(ours, inputs, grads))
+    inputs, grads = make((6, 24), torch.float32, "cuda", count=2)
+    ours, formula = (lambda *t, op=op: tuple(op(*t, **OPTIONS)) for op in (hyper_pre, reference))
+    check_results(gradients(ours, inputs, grads), formula, inputs, grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,10 +108,8 @@ def test_parameters_in_half_precision(dtype, device):
 @pytest.mark.parametrize("used", [0, 1, 2])
 def test_results_that_are_used(used, device):
     inputs, grads = make((7, 32), torch.float32, device)
-    ours = torch.autograd.grad(hyper_pre(*inputs, **OPTIONS)[used], inputs, grads[used])
-    theirs = torch.autograd.grad(reference(*inputs, **OPTIONS)[used], inputs, grads[used])
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    ours, formula = (lambda *t, op=op: op(*t, **OPTIONS)[used] for op in (hyper_pre, reference))
+    check_op(ours, formula, inputs, [grads[used]], device)
 
 
 STREAMS, FN, BASE, SCALE = torch.ones(3, 4, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3)

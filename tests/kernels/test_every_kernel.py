@@ -315,9 +315,11 @@ def check_rank(row: Row, rank: int) -> None:
 
 # ---- Every kernel
 
-# The GEMM needs a GPU, and so do operators that launch kernels beside it: see test_exponentials_kernels.py.
-EXPONENTIALS = {
-    f"fused_linear_cross_entropy_{name}" for name in ("exp_logits", "true_logits", "add_sums", "weigh", "rescale")
+# The GEMMs need a GPU, and so do operators that launch kernels beside them: see test_exponentials_kernels.py and
+# test_statistics_kernels.py.
+BESIDE_GEMMS = {
+    *(f"fused_linear_cross_entropy_{name}" for name in ("exp_logits", "true_logits", "add_sums", "weigh", "rescale")),
+    *("linear_statistics", "linear_statistics_combine", "linear_chosen"),
 }
 # See test_quantizers.py.
 QUANTIZERS = {kernel.name for kernel in tables.kernels() if kernel.name.startswith(("quantize_", "column_", "tensor_"))}
@@ -328,4 +330,4 @@ def test_every_kernel_runs():
     reached = set().union(*(own_kernels(row) for row in ROWS), *(case.launches.split() for case in CASES))
     reached |= {f"lora_{name}" for names in ADAPTERS for name in names.split()}
     reached |= {"cross_entropy_combine", "cross_entropy_describe", "embedding_bwd"}
-    assert {kernel.name for kernel in tables.kernels()} - reached == EXPONENTIALS | QUANTIZERS - {"column_sum"}
+    assert {kernel.name for kernel in tables.kernels()} - reached == BESIDE_GEMMS | QUANTIZERS - {"column_sum"}

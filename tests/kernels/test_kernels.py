@@ -128,9 +128,10 @@ def test_register_bounds_hold(arch):
         assert used <= min(bound, variant.max_registers or bound), variant.name
 
 
-def test_wgmma_instructions_in_ptx_overlap(tmp_path):
+@pytest.mark.parametrize("name", [k.name for k in tables.kernels() if isinstance(k.function, hopper.Assembly)])
+def test_wgmma_instructions_in_ptx_overlap(name, tmp_path):
     """ptxas warns if it serializes wgmma instructions because other instructions touch their accumulators."""
-    (text,) = tables.find("fused_linear_cross_entropy_exp_logits").sources
+    *_, text = tables.find(name).sources
     # The same text with an instruction that writes an accumulator between two wgmma instructions.
     touched = re.sub(r"(\twgmma\.mma_async\S* \{(%f\d+),.*\n)", r"\1\tadd.f32 \2, \2, \2;\n", text, count=1)
     warnings = []

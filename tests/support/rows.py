@@ -145,4 +145,6 @@ def check_as_accurate(
             # A rounding may decide between two.
             assert ((mine == others[0]) | (mine == others[1])).all(), f"result {i}"
             continue
-        assert_no_worse(f"result {i}", *results, scale if i >= len(slopes) else 0.0, noise, (bounds, i))
+        # Gradients of adapters in fp32 are GEMMs of rows that experts round to half precision.
+        rounded = torch.finfo(dtype).eps if "moe_experts" in row.op and results[0].dtype != dtype else 0.0
+        assert_no_worse(f"result {i}", *results, scale if i >= len(slopes) else 0.0, noise + rounded, (bounds, i))

@@ -35,7 +35,7 @@ from tests.support.checks import (
     wanted_of,
 )
 from tests.support.layouts import SIZE_ONE, layouts_of
-from tests.support.operator_calls import OPERATORS, PUBLIC, copied, samples
+from tests.support.operator_calls import OPERATORS, PUBLIC, copied, differentiable, samples
 from tests.support.rows import (
     Bound,
     bind,
@@ -359,10 +359,11 @@ def test_autocast_treats_norms_as_torch_does():
 
 @pytest.mark.parametrize("op,name", [(op, name) for op in PUBLIC for name in operators()[op].constants])
 def test_constants_must_not_require_a_gradient(op, name, device):
-    given = copied(op, samples()[op], device)
-    given[name].requires_grad_()
-    with pytest.raises(RuntimeError, match=f"^{op}: {name} must not require a gradient"):
-        getattr(torch.ops.liger, op)(**given)
+    for others in (copied, differentiable):
+        given = others(op, samples()[op], device)
+        given[name].requires_grad_()
+        with pytest.raises(RuntimeError, match=f"^{op}: {name} must not require a gradient"):
+            getattr(torch.ops.liger, op)(**given)
 
 
 # ---- Compilation

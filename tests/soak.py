@@ -35,6 +35,7 @@ GROWTH = 4 << 20
 
 
 def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
+    # Larger than those that hypothesis draws (strategies.py): memory is measured.
     def size_of(letter: str) -> int:
         if letter == "R":  # rotated columns, or half of them, of a head of D
             return 2 * chance.randint(1, 4)
@@ -62,8 +63,8 @@ def step(operator: Operator, chance: random.Random, device: str, compare: bool) 
     function = comparison.function(getattr(torch.ops.liger, operator.__name__))
     generator = torch.Generator(device).manual_seed(0)
     found = function(*(t.detach() for t in comparison.tensors))
-    slopes = [torch.randn(t.shape, generator=generator, device=device) for t in found]
-    gradients(function, comparison.tensors, slopes)
+    upstream = [torch.randn(t.shape, generator=generator, device=device) for t in found]
+    gradients(function, comparison.tensors, upstream)
     return []
 
 

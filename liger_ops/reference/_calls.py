@@ -117,6 +117,12 @@ def described_tensors(operator: Operator) -> dict[str, Described]:
     return documentation(operator.alias_of or operator).tensors
 
 
+def letters_of(operator: Operator, names: Collection[str] | None = None) -> set[str]:
+    """Of the dimensions of all tensors, or of some."""
+    described = described_tensors(operator)
+    return set(re.findall("[A-Za-z]+", " ".join(described[n].shapes for n in (described if names is None else names))))
+
+
 def kinds_of(operator: Operator) -> dict[str, str]:
     """Of the arguments, as schemas write them."""
     return {name: SCHEMA_TYPES[operator.types[name]] for name in operator.__signature__.parameters}
@@ -126,11 +132,7 @@ def shapes_of(operator: Operator, shapes: Shapes, given: Collection[str]) -> dic
     """Of the tensors that the call needs, and of the optional ones that are `given`; of a list, the shapes of its tensors."""
     kinds, described = kinds_of(operator), described_tensors(operator)
     lists = {name for name in described if kinds[name] == "Tensor[]"}
-
-    def letters(names: Collection[str]) -> set[str]:
-        return set(re.findall("[A-Za-z]+", " ".join(described[name].shapes for name in names)))
-
-    own = letters(lists) - letters(described.keys() - lists)
+    own = letters_of(operator, lists) - letters_of(operator, described.keys() - lists)
     return {
         name: shapes.listed(described[name].shapes, own) if name in lists else shapes.shape(described[name].shapes)
         for name in kinds
@@ -194,40 +196,39 @@ def is_never_negative(operator: Operator, name: str) -> bool:
     return name.endswith("weight") and name in operator.constants and shapes in ("(V,)", "(...)")
 
 
-def numbers(
-    operator: Operator, name: str, described: Described, shape: Sequence[int], generator: torch.Generator
-) -> Tensor:
-    """Random values in fp64, or complex, for an argument that holds no indices."""
-    t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
-    # Predictions must not depend on rounding: sums of these values are exact in every dtype.
-    t = (2 * t).round().clamp(-4, 4) / 4 if "predicted_tokens" in getattr(operator.result, "_fields", ()) else t
-    t = t.abs() if is_never_negative(operator, name) else t
-    return torch.view_as_complex(t) if described.is_of("complex") else t[..., 0]
-
-
 def letter_of_indices(operator: Operator) -> str:
     """The dimension that indices count: classes, experts, logits' columns, or samples."""
-    written = " ".join(t.shapes for t in described_tensors(operator).values())
-    return next((letter for letter in "VEn" if letter in written), "E")
+    letters = letters_of(operator)
+    return next((letter for letter in "VEn" if letter in letters), "E")
 
 
-def _indices(operator: Operator, name: str, shapes: Shapes, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    if name == "tokens_per_expert":
-        return torch.full(shape, shapes.size("N") // shapes.size("E"))
-    t = torch.randint(shapes.size(letter_of_indices(operator)), shape, generator=generator)
-    if "ignore_index" in operator.types:
-        t.view(-1)[::5] = operator.__signature__.parameters["ignore_index"].default
-    return t
-
-
-def _value(operator: Operator, name: str, shapes: Shapes, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def random_tensor(
+    operator: Operator,
+    name: str,
+    shape: Sequence[int],
+    size_of: Callable[[str], int],
+    generator: torch.Generator | None = None,
+    scaled: tuple[str, ...] = WEIGHTS,
+) -> Tensor:
+    """Random values of an argument, or of one tensor of a list: in fp64, complex, bool or int64. size_of: a dimension letter.
+    scaled: the first dimensions of weights that are scaled so that GEMMs of rows and weights stay near one."""
     described = described_tensors(operator)[name]
+    if name == "tokens_per_expert":  # of two thirds of the rows
+        rows, experts = size_of("N"), size_of("E")
+        chosen = torch.randint(max(experts, 1), (rows - rows // 3,), generator=generator)
+        return chosen.bincount(minlength=experts)[:experts]
     if described.is_of("indices"):
-        return _indices(operator, name, shapes, shape, generator)
-    t = numbers(operator, name, described, shape, generator)
-    has_exact_sums = "predicted_tokens" in getattr(operator.result, "_fields", ())
-    # GEMMs of rows and weights stay near one.
-    t = t if has_exact_sums or not described.shapes.startswith(WEIGHTS) else t / shape[-1] ** 0.5
+        return torch.randint(max(size_of(letter_of_indices(operator)), 1), shape, generator=generator)
+    t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
+    if "predicted_tokens" in getattr(operator.result, "_fields", ()):
+        # Predictions must not depend on rounding: sums of these values are exact in every dtype.
+        t = (2 * t).round().clamp(-4, 4) / 4
+    elif described.shapes.startswith(scaled):
+        t = t / shape[-1] ** 0.5
+    t = t.abs() if is_never_negative(operator, name) else t
+    if described.is_of("complex"):
+        return torch.view_as_complex(t)
+    t = t[..., 0].clone(memory_format=torch.contiguous_format)
     return t > -0.5 if described.is_of("bool") else t
 
 
@@ -273,10 +274,11 @@ def call(
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(size_of, lambda: leading, lambda written: written[-1], defaults | made)
     for name, shape in shapes_of(operator, shapes, given).items():
-        if kinds[name] == "Tensor[]":
-            made[name] = [_value(operator, name, shapes, of, generator) for of in shape]
-        else:
-            made[name] = _value(operator, name, shapes, shape, generator)
+        is_list = kinds[name] == "Tensor[]"
+        tensors = [random_tensor(operator, name, of, shapes.size, generator) for of in (shape if is_list else [shape])]
+        made[name] = tensors if is_list else tensors[0]
+        if "ignore_index" in operator.types and made[name].dtype == torch.int64:
+            made[name].view(-1)[::5] = defaults["ignore_index"]
     # Without a default, None must be given.
     made |= {name: None for name, p in parameters.items() if p.default is p.empty and name not in made}
     if operator.__name__ in ("kl_div", "jsd", "tvd"):

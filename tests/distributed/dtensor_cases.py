@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from liger_ops import functional as F
-from tests.support.calls import ROWS, Row
-from tests.support.calls import row as row_of
+from tests.support.calls import ROWS, Row, row_of
 from tests.support.pairs import pairs_of
 
 CASES = DTensorCases()

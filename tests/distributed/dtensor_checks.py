@@ -103,16 +103,16 @@ def check(
         assert a.shape == b.shape and (a.stride() == b.stride() or a.numel() == 0), (a.stride(), b.stride())
 
     found, expected = ([out for out in outs if out.requires_grad] for outs in (found, expected))
-    slopes = [randn(*out.shape) for out in expected]
-    of_slopes = [
+    grads_out = [randn(*out.shape) for out in expected]
+    of_grads_out = [
         [R if p == SUM else p for p in out.placements] if upstream is None else each(upstream) for out in found
     ]
-    shares = [spread(g, mesh, p) for g, p in zip(slopes, of_slopes)]
+    shares = [spread(g, mesh, p) for g, p in zip(grads_out, of_grads_out)]
     with CommDebugMode() as backward_mode:
-        learned = torch.autograd.grad(found, [ours[name] for name in names], shares)
+        derived = torch.autograd.grad(found, [ours[name] for name in names], shares)
     assert collectives(backward_mode) == (backward or {}), collectives(backward_mode)
-    assert gradients is None or {t.placements for t in learned} == {(gradients,)}, [t.placements for t in learned]
-    for name, a, b in zip(names, learned, torch.autograd.grad(expected, [plain[n] for n in names], slopes)):
+    assert gradients is None or {t.placements for t in derived} == {(gradients,)}, [t.placements for t in derived]
+    for name, a, b in zip(names, derived, torch.autograd.grad(expected, [plain[n] for n in names], grads_out)):
         torch.testing.assert_close(whole_of(a), b, msg=lambda text, name=name: f"d {name}: {text}")
 
     detached = {name: t.detach() for name, t in ours.items()}

@@ -28,7 +28,7 @@ from tests.support.rows import (
     contiguous,
     of_leaves,
     of_temporaries,
-    slopes_of,
+    upstream_of,
 )
 
 # The gradient of an embedding needs kernels if many tokens share a row.
@@ -124,12 +124,12 @@ def cases() -> Iterator:
 def check_call(call: Bound, row: Row, run: Callable = of_leaves, change: Change = contiguous) -> None:
     """Results and gradients on kernels, against the formula."""
     formula = call._replace(op=call.formula)
-    slopes = slopes_of(formula)
-    count = len(call.tensors) + len(slopes)
-    theirs = of_leaves(formula, call.tensors, slopes, [contiguous] * count)
+    upstream = upstream_of(formula)
+    count = len(call.tensors) + len(upstream)
+    theirs = of_leaves(formula, call.tensors, upstream, [contiguous] * count)
     kernel_process.launched.clear()
-    ours = run(call, call.tensors, slopes, [change] * count)
-    check_as_accurate(row, call, ours, theirs, call.tensors, slopes, "cuda")
+    ours = run(call, call.tensors, upstream, [change] * count)
+    check_as_accurate(row, call, ours, theirs, call.tensors, upstream, "cuda")
 
 
 @pytest.mark.parametrize("device", ["interpreted"])
@@ -304,13 +304,13 @@ def check_rank(row: Row, rank: int) -> None:
         return torch.cat(parts, t.shape.index(VOCABULARY))
 
     formula = call._replace(op=call.formula)
-    slopes = slopes_of(formula)
-    changes = [contiguous] * (len(call.tensors) + len(slopes))
-    theirs = of_leaves(formula, call.tensors, slopes, changes)
-    ours = of_leaves(of_rank, [own(t) for t in call.tensors], slopes, changes)
-    results, gradients = ours[: len(slopes)], ours[len(slopes) :]
+    upstream = upstream_of(formula)
+    changes = [contiguous] * (len(call.tensors) + len(upstream))
+    theirs = of_leaves(formula, call.tensors, upstream, changes)
+    ours = of_leaves(of_rank, [own(t) for t in call.tensors], upstream, changes)
+    results, gradients = ours[: len(upstream)], ours[len(upstream) :]
     gradients = [whole(g, t) for g, t in zip(gradients, (t for t in call.tensors if t.requires_grad))]
-    check_as_accurate(row, call, results + gradients, theirs, call.tensors, slopes, "cuda")
+    check_as_accurate(row, call, results + gradients, theirs, call.tensors, upstream, "cuda")
 
 
 # ---- Every kernel
@@ -322,7 +322,9 @@ BESIDE_GEMMS = {
     *("linear_statistics", "linear_statistics_combine", "linear_chosen"),
 }
 # See test_quantizers.py.
-QUANTIZERS = {kernel.name for kernel in tables.kernels() if kernel.name.startswith(("quantize_", "column_", "tensor_"))}
+OF_QUANTIZERS = {
+    kernel.name for kernel in tables.kernels() if kernel.name.startswith(("quantize_", "column_", "tensor_"))
+}
 
 
 def test_every_kernel_runs():
@@ -330,4 +332,4 @@ def test_every_kernel_runs():
     reached = set().union(*(own_kernels(row) for row in ROWS), *(case.launches.split() for case in CASES))
     reached |= {f"lora_{name}" for names in ADAPTERS for name in names.split()}
     reached |= {"cross_entropy_combine", "cross_entropy_describe", "embedding_bwd"}
-    assert {kernel.name for kernel in tables.kernels()} - reached == BESIDE_GEMMS | QUANTIZERS - {"column_sum"}
+    assert {kernel.name for kernel in tables.kernels()} - reached == EXPONENTIALS | OF_QUANTIZERS - {"column_sum"}

@@ -17,9 +17,8 @@ from liger_ops.kernels.quantize.quantize_rows import OVER_448
 from liger_ops.reference.quantize_blocks import blocks_in_e4m3, squares_in_e4m3, tensor_in_e4m3
 from tests.support.host import kernel_process
 from tests.support.models.quantised import as_bits
+from tests.support.oracles.quantizers import QUANTIZERS
 
-BLOCKS = [(F.quantize_blocks, dict(block=block)) for block in ("1x128", "128x128")]
-QUANTIZERS = [(F.quantize_rows, {}), (F.quantize_columns, {}), (F.quantize_both, {}), *BLOCKS]
 # Columns, dtype, compute capability.
 QUICK = [(200, torch.float32, 90), (1032, torch.bfloat16, 90), (61, torch.float16, 90), (272, torch.float16, 80)]
 THOROUGH = [(n, torch.bfloat16, 90) for n in (2056, 4104, 8200, 16392)] + [(2063, torch.float16, 80)]
@@ -38,7 +37,7 @@ def test_quantizers(n, dtype, capability, device):
     ties = [1.0, 2**-7, 2**-8, 2**-9, 2**-10, 3 * 2**-10, 5 * 2**-10, -(2**-11), -0.0]
     x[3, 2, :9] = 448 * torch.tensor(ties)
     launched = set()
-    for op, options in QUANTIZERS:
+    for op, options in QUANTIZERS.values():
         kernel_process.launched.clear()
         for i, (a, b) in enumerate(zip(op(x, **options), op.reference(x, **options), strict=True)):
             assert torch.equal(as_bits(a), as_bits(b)), f"{op.__name__} {options}: result {i}"

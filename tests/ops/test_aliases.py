@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_ops import functional as F
-from tests.support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, RowModule, inputs_of, outputs
 from tests.support.checks import OPCHECKS, count_graphs, equal
 from tests.support.host.solo_group import SOLO, solo_group
 from tests.support.operator_calls import ALIASES
@@ -15,7 +15,7 @@ SPLIT = {name: row for name, row in zip(NAMES, ROWS) if "group" in row.options}
 DATA = Path(__file__).parent / "data"
 
 
-class Alias(Call):
+class Alias(RowModule):
     def __init__(self, row):
         super().__init__(row)
         self.op = getattr(torch.ops.liger, f"vocab_parallel_{row.op}")
@@ -24,7 +24,7 @@ class Alias(Call):
 def twins(row):
     """The operator and its alias, with the same parameters, and inputs."""
     torch.manual_seed(0)
-    whole, alias = Call(row), Alias(row)
+    whole, alias = RowModule(row), Alias(row)
     alias.load_state_dict(whole.state_dict())
     return whole, alias, inputs_of(row, 2, 5, requires_grad=True)
 

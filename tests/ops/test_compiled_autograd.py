@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.support.calls import ROWS, Call, inputs_of, outputs
+from tests.support.calls import ROWS, RowModule, inputs_of, outputs
 from tests.support.rows import in_tiers
 
 
@@ -55,7 +55,7 @@ def close(mine, theirs) -> None:
 
 @in_tiers(one_of=4)
 def test_gradients_of_every_operator(row, device):
-    module, inputs = Call(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
+    module, inputs = RowModule(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
     wanted = backward(module, inputs)
     with compiled() as traced:
         close(backward(module, inputs), wanted)
@@ -66,7 +66,7 @@ def test_gradients_of_every_operator(row, device):
 @pytest.mark.thorough
 def test_inductor(device):
     for row in [row for row in ROWS if row.op in ("rms_norm", "layer_norm")][::2]:
-        module, inputs = Call(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
+        module, inputs = RowModule(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
         wanted = backward(module, inputs)
         with compiled("inductor"):
             close(backward(module, inputs), wanted)

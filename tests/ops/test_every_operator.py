@@ -45,7 +45,7 @@ from tests.support.rows import (
     in_tiers,
     of_leaves,
     of_temporaries,
-    slopes_of,
+    upstream_of,
 )
 
 
@@ -53,14 +53,14 @@ def results(call: Bound, tensors: list[Tensor] | None = None) -> list[Tensor]:
     """All results, and the gradients of the differentiable ones for an upstream gradient of ones."""
     tensors = call.tensors if tensors is None else tensors
     found = call.op(*tensors)
-    slopes = [torch.ones_like(r) for r in found if r.requires_grad]
-    return [*found, *torch.autograd.grad([r for r in found if r.requires_grad], wanted_of(tensors), slopes)]
+    roots = [r for r in found if r.requires_grad]
+    return [*found, *torch.autograd.grad(roots, wanted_of(tensors), [torch.ones_like(r) for r in roots])]
 
 
 # ---- PyTorch's own checks
 
 
-def learned_only(call: Bound, which: str) -> list[Tensor]:
+def with_learned(call: Bound, which: str) -> list[Tensor]:
     """ "all", "none" or "first": which of the tensors that may require a gradient do."""
     first = next(t for t in call.tensors if t.requires_grad)
     wanted = dict(all=call.tensors, none=(), first=[first])[which]
@@ -73,7 +73,7 @@ def learned_only(call: Bound, which: str) -> list[Tensor]:
 )
 def test_opcheck(row, learned, device):
     bound = bind(row, device)
-    named = in_lists(dict(zip(bound.names, learned_only(bound, learned))))
+    named = in_lists(dict(zip(bound.names, with_learned(bound, learned))))
     if row.op.endswith("_"):
         named["logits"] = named["logits"].detach()  # opcheck would overwrite a leaf
     torch.library.opcheck(getattr(torch.ops.liger, row.op).default, (), named | row.options, test_utils=OPCHECKS)
@@ -149,15 +149,15 @@ def choices_of(wanted: list[int]) -> list[tuple[int, ...]]:
 @each_row
 def test_gradients_do_not_depend_on_which_others_are_wanted(row, device):
     call = bind(row, device)
-    slopes = slopes_of(call)
+    upstream = upstream_of(call)
     wanted = [i for i, t in enumerate(call.tensors) if t.requires_grad]
-    whole = gradients(call.op, call.tensors, slopes)
-    results, of_all = whole[: len(slopes)], dict(zip(wanted, whole[len(slopes) :], strict=True))
+    whole = gradients(call.op, call.tensors, upstream)
+    results, of_all = whole[: len(upstream)], dict(zip(wanted, whole[len(upstream) :], strict=True))
     for kept in choices_of(wanted):
         tensors = [t.detach().requires_grad_(i in kept) for i, t in enumerate(call.tensors)]
-        ours, theirs = gradients(call.op, tensors, slopes), [*results, *(of_all[i] for i in kept)]
+        ours, theirs = gradients(call.op, tensors, upstream), [*results, *(of_all[i] for i in kept)]
         if not equal(ours, theirs):
-            check_as_accurate(row, call, ours, theirs, tensors, slopes, device)
+            check_as_accurate(row, call, ours, theirs, tensors, upstream, device)
 
 
 # ---- Shapes and dtypes
@@ -252,9 +252,9 @@ def turned(t: Tensor) -> Tensor:
 def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[str], bool]) -> None:
     """Of one tensor at a time, and of all inputs, but for layouts that repeat a number: roundings of equal numbers add up."""
     count, device = len(call.tensors), call.tensors[0].device.type
-    slopes = slopes_of(call)
-    given = [*call.tensors, *slopes]
-    names = [*call.names, *(f"upstream gradient {i}" for i in range(len(slopes)))]
+    upstream = upstream_of(call)
+    given = [*call.tensors, *upstream]
+    names = [*call.names, *(f"upstream gradient {i}" for i in range(len(upstream)))]
     layouts = [layouts_of(t) for t in given]
     bad = []
     for of, places in [("all inputs", range(count)), *((name, [i]) for i, name in enumerate(names))]:
@@ -325,8 +325,8 @@ def test_autocast(row, device):
     with torch.autocast(device, torch.bfloat16):
         inside = results(bound)
         found = bound.op(*bound.tensors)
-    learned = [r for r in found if r.requires_grad]
-    outside = torch.autograd.grad(learned, wanted_of(bound.tensors), [torch.ones_like(r) for r in learned])
+    roots = [r for r in found if r.requires_grad]
+    outside = torch.autograd.grad(roots, wanted_of(bound.tensors), [torch.ones_like(r) for r in roots])
     assert equal(inside, [*found, *outside])
     assert [g.dtype for g in outside] == [t.dtype for t in wanted_of(bound.tensors)]
     expected = results(bound, in_low_precision(row, bound) if contains_a_gemm(row) else None)
@@ -460,10 +460,10 @@ def is_held(row) -> bool:
 def test_backward_overwrites_memory_that_nobody_holds(row, device):
     """If there is an operator for it. test_layouts compares the numbers."""
     bound = bind(row, device)
-    slopes = [torch.randn_like(r) if r.is_floating_point() else torch.zeros_like(r) for r in bound.op(*bound.tensors)]
-    layouts = [contiguous] * (len(bound.tensors) + len(slopes))
+    upstream = upstream_of(bound)
+    layouts = [contiguous] * (len(bound.tensors) + len(upstream))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        of_temporaries(bound, bound.tensors, slopes, layouts)
+        of_temporaries(bound, bound.tensors, upstream, layouts)
     ran = {event.name.removeprefix("liger::") for event in seen.events()}
     assert not TWINS & {f"{name}_" for name in ran} or is_held(row)
     assert not TWINS & ran or not is_held(row)

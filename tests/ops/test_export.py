@@ -7,10 +7,10 @@ from torch.export.experimental import _export_forward_backward
 
 from liger_ops.doctor.installation import operators
 from liger_ops.reference import operators as declared
-from tests.support.calls import ROWS, Call, inputs_of, outputs
+from tests.support.calls import ROWS, RowModule, inputs_of, outputs
 from tests.support.checks import forked_output_of
 from tests.support.host.cpp_example import example
-from tests.support.operator_calls import ALIASES, QUANTIZERS
+from tests.support.operator_calls import ALIASES, WITHOUT_GRADIENTS
 from tests.support.rows import in_tiers
 
 cases = in_tiers()
@@ -28,7 +28,7 @@ def exported(module, row, inputs, strict):
     return export(module, inputs, dynamic_shapes=(tuple(shapes.values()),), strict=strict)
 
 
-def calls(program) -> list[str]:
+def operators_in(program) -> list[str]:
     """Our operators in the graph, including in-place ones inside auto_functionalized nodes."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     names = [str(n.args[0] if str(n.target).startswith("auto_functionalized") else n.target) for n in nodes]
@@ -41,19 +41,19 @@ def same(ours, theirs) -> bool:
 
 def test_every_operator_has_a_row():
     # tests/ops/quantize exports operators without gradients.
-    assert sorted({row.op for row in ROWS} | ALIASES | QUANTIZERS) == operators()
+    assert sorted({row.op for row in ROWS} | ALIASES | WITHOUT_GRADIENTS) == operators()
 
 
 @cases
 @modes
 def test_inference_graph(row, strict, device):
-    module = Call(row).to(device).requires_grad_(False)
+    module = RowModule(row).to(device).requires_grad_(False)
     program = exported(module, row, inputs_of(row, 2, 3, device), strict)
     # Decompositions do not depend on the mode.
     for graph in (program, program.run_decompositions()) if strict else (program,):
         # One that returns a view decomposes.
         decomposes = graph is not program and "Tensor(a)" in DECLARED[row.op].schema
-        assert calls(graph) == [f"_{row.op}_fwd" if decomposes else row.op]
+        assert operators_in(graph) == [f"_{row.op}_fwd" if decomposes else row.op]
         for size in SIZES:
             inputs = inputs_of(row, *size, device)
             assert same(graph.module()(*inputs), module(*inputs))
@@ -69,7 +69,7 @@ def gradients(module, inputs):
 @cases
 @modes
 def test_an_exported_program_trains(row, strict, device):
-    module = Call(row).to(device)
+    module = RowModule(row).to(device)
     program = exported(module, row, inputs_of(row, 2, 3, device, requires_grad=True), strict)
     trained = program.module()
     for size in SIZES:
@@ -82,7 +82,7 @@ class ToLoss(torch.nn.Module):
 
     def __init__(self, row) -> None:
         super().__init__()
-        self.call, self.scale = Call(row), torch.nn.Parameter(torch.tensor(1.0))
+        self.call, self.scale = RowModule(row), torch.nn.Parameter(torch.tensor(1.0))
 
     def forward(self, *inputs):
         first = next((i for i, t in enumerate(inputs) if t.is_floating_point()), None)
@@ -97,7 +97,7 @@ def test_training_graph(row, device):
     """A joint graph calls the private forward and backward operators and computes the gradients of eager."""
     module, inputs = ToLoss(row).to(device), inputs_of(row, 2, 3, device)
     program = _export_forward_backward(export(module, inputs))
-    assert len(calls(program)) >= 2
+    assert len(operators_in(program)) >= 2
     expected = module(*inputs)
     signature = program.graph_signature
     loss, *gradients = program.graph_module(
@@ -127,7 +127,7 @@ print("loaded", {count})
 @pytest.mark.thorough
 def test_saved_programs_load_in_a_new_process(tmp_path, device):
     for number, row in enumerate(ROWS):
-        module = Call(row).to(device).requires_grad_(False)
+        module = RowModule(row).to(device).requires_grad_(False)
         program = exported(module, row, inputs_of(row, 2, 3, device), strict=False)
         torch.export.save(program, tmp_path / f"{number}.pt2")
         inputs = inputs_of(row, 3, 5, device)
@@ -143,7 +143,7 @@ def test_a_model(strict, device):
     program = export(model, (torch.randint(128, (2, 6), device=device),), dynamic_shapes=shapes, strict=strict)
     layer = ["rms_norm", "rope", "fused_add_rms_norm", "swiglu_packed"]
     for graph in (program, program.run_decompositions()):
-        assert calls(graph) == [*layer, *layer, "rms_norm"]
+        assert operators_in(graph) == [*layer, *layer, "rms_norm"]
     for size in SIZES:
         tokens = torch.randint(128, size, device=device)
         torch.testing.assert_close(program.module()(tokens), model(tokens))

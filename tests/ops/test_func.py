@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.utils._pytree import tree_leaves
 
 from liger_ops.reference import operators
-from tests.support.calls import ROWS, VOCABULARY, WIDTH, Call, inputs_of, is_constant, outputs
+from tests.support.calls import ROWS, VOCABULARY, WIDTH, RowModule, inputs_of, is_constant, outputs
 from tests.support.checks import distance
 from tests.support.rows import each_row, in_tiers
 
@@ -53,14 +53,14 @@ def no_request_for_rules(capfd):
 @pytest.mark.parametrize("in_dim", [0, 1])
 @pytest.mark.usefixtures("no_request_for_rules")
 def test_vmap(row, in_dim, device):
-    module = Call(row).to(device)
+    module = RowModule(row).to(device)
     together, alone = batch_of(row, device, in_dim)
     close(vmap(module, in_dims=in_dim)(*together), stacked([module(*inputs) for inputs in alone]))
 
 
 @batched_cases
 def test_vmap_over_the_first_input_only(row, device):
-    module = Call(row).to(device)
+    module = RowModule(row).to(device)
     (first, *_), alone = batch_of(row, device)
     rest = alone[0][1:]
     ours = vmap(module, in_dims=(0, *[None] * len(rest)))(first, *rest)
@@ -72,7 +72,7 @@ def test_batching_rules_make_one_call(device):
     ruled = [row for row in ROWS if row.op in of_rows]
     assert {row.op for row in ruled} == of_rows
     for row in ruled:
-        module, (together, _) = Call(row).to(device), batch_of(row, device)
+        module, (together, _) = RowModule(row).to(device), batch_of(row, device)
         with torch.profiler.profile() as profile:
             vmap(module)(*together)
         (calls,) = [e.count for e in profile.key_averages() if e.key == f"liger::{row.op}"]
@@ -105,7 +105,7 @@ def weighted(module):
 @pytest.mark.parametrize("in_dim", [0, 1])
 @pytest.mark.usefixtures("no_request_for_rules")
 def test_per_sample_gradients(row, in_dim, device):
-    module = Call(row).to(device)
+    module = RowModule(row).to(device)
     parameters = {k: v.detach() for k, v in module.named_parameters()}
     together, alone = batch_of(row, device, in_dim)
     differentiable = tuple(i + 1 for i, t in enumerate(together) if t.is_floating_point())[:1]
@@ -121,7 +121,7 @@ def test_per_sample_gradients(row, in_dim, device):
 @each_row
 def test_batched_gradients(row, device):
     """jacobian(vectorize=True) batches incoming gradients. Backward must not overwrite such tensors."""
-    module = Call(row).to(device)
+    module = RowModule(row).to(device)
     inputs = inputs_of(row, 2, 5, device, requires_grad=True)
     wanted = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
 
@@ -150,7 +150,7 @@ def test_jacobian(device):
 
 @each_row
 def test_second_derivatives_are_refused(row, device):
-    module = Call(row).to(device)
+    module = RowModule(row).to(device)
     parameters, inputs = dict(module.named_parameters()), inputs_of(row, 1, 2, device)
     # If no input is differentiable, differentiates the parameters.
     first = next((i + 1 for i, t in enumerate(inputs) if t.is_floating_point()), 0)

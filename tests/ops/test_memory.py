@@ -16,11 +16,11 @@ from tests.support.checks import LAYOUTS, equal
 from tests.support.operator_calls import (
     OPERATORS,
     PUBLIC,
-    QUANTIZERS,
+    WITHOUT_GRADIENTS,
     backward,
-    call,
     copied,
     differentiable,
+    run,
     samples,
     tensors,
 )
@@ -49,7 +49,7 @@ def named(op: str, place: tuple[str, int | None]) -> str:
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_tensor_of_every_operator(op, device):
     arguments = samples()[op]
-    call(op, copied(op, arguments, device))
+    run(op, copied(op, arguments, device))
     assert tensors(arguments)
     for place in tensors(arguments):
         given = copied(op, arguments, device)
@@ -59,10 +59,10 @@ def test_every_tensor_of_every_operator(op, device):
         half = bytes_needed // 2
         t.untyped_storage().resize_(half)
         with pytest.raises(RuntimeError, match=rf"{what}\(got a storage of {half} bytes, {bytes_needed} are needed\)"):
-            call(op, given)
+            run(op, given)
         t.untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match=what + FREED):
-            call(op, given)
+            run(op, given)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, dtype, devic
         t.untyped_storage().resize_(0)
         what = f"^{named(op, place)} must have memory for its {t.numel()} elements {FREED}"
         with torch.autocast(device, torch.bfloat16, enabled=autocast), pytest.raises(RuntimeError, match=what):
-            call(op, given)
+            run(op, given)
 
 
 def saved_by(op: str, arguments: dict[str, Any]) -> tuple[Any, list[tuple[str, int | None]]]:
@@ -91,7 +91,7 @@ def saved_by(op: str, arguments: dict[str, Any]) -> tuple[Any, list[tuple[str, i
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = call(op, arguments)
+        out = run(op, arguments)
     return out, [p for p in tensors(arguments) if tensor_at(arguments, p).untyped_storage().data_ptr() in storages]
 
 
@@ -104,7 +104,7 @@ def change(name: str, t: Tensor) -> None:
         t.view(-1)[0] = t.view(-1)[0] == 0
 
 
-DIFFERENTIABLE = [op for op in PUBLIC if op not in QUANTIZERS]
+DIFFERENTIABLE = [op for op in PUBLIC if op not in WITHOUT_GRADIENTS]
 SAVING = pytest.mark.parametrize(
     "op,more",
     [(op, {}) for op in DIFFERENTIABLE] + [(op, {"reduction": "none"}) for op in PUBLIC if "cross_entropy" in op],
@@ -168,7 +168,7 @@ def test_empty_tensors_need_no_memory(device):
 @pytest.mark.parametrize("op", OPERATORS)
 def test_tensors_without_memory_are_accepted(op):
     """For example on the meta device."""
-    call(op, copied(op, samples()[op], "meta"))
+    run(op, copied(op, samples()[op], "meta"))
 
 
 @pytest.mark.parametrize("op", [op for op in PUBLIC if op != "cross_entropy_"])
@@ -177,7 +177,7 @@ def test_wrapper_tensors_are_accepted(op):
     arguments = samples()[op]
     with torch.autocast("cpu", torch.bfloat16):
         with FakeTensorMode() as fake:
-            call(op, tree_map_only(Tensor, fake.from_tensor, arguments))
+            run(op, tree_map_only(Tensor, fake.from_tensor, arguments))
         given = {name: v for name, v in arguments.items() if any(isinstance(t, Tensor) for t in tree_leaves(v))}
         constants = {name: v for name, v in arguments.items() if name not in given}
-        torch.func.functionalize(lambda given: call(op, given | constants))(given)
+        torch.func.functionalize(lambda given: run(op, given | constants))(given)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_ops
 from liger_ops import functional
 from liger_ops.reference import operators
-from tests.support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, RowModule, inputs_of, outputs
 from tests.support.checks import environment_of_tree
 from tests.support.rows import Bound, bind
 
@@ -319,7 +319,7 @@ def check_transforms() -> None:
     """torch.compile makes one graph of each operator, and vmap does not fall back to a loop."""
     for row in ROWS:
         torch.manual_seed(0)
-        module, inputs = Call(row), list(inputs_of(row, 2, 5, requires_grad=True))
+        module, inputs = RowModule(row), list(inputs_of(row, 2, 5, requires_grad=True))
         torch._dynamo.reset()
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
         wanted = [*inputs, *module.parameters()]

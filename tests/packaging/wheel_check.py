@@ -45,7 +45,7 @@ importlib.metadata.Distribution.from_name = classmethod(from_name)
 
 EVERY_OPERATOR = """
 import shutil, sys, torch, liger_ops
-from tests.support.calls import NAMES, ROWS, Call, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, RowModule, inputs_of, outputs
 
 target, device = sys.argv[1:]
 assert liger_ops.__file__.startswith(target), liger_ops.__file__
@@ -53,7 +53,7 @@ assert liger_ops._loaded.library is not None, liger_ops._loaded.tried
 assert not any(map(shutil.which, ("gcc", "g++", "cc", "nvcc", "ptxas")))
 torch.manual_seed(0)
 for row, name in zip(ROWS, NAMES):
-    module, inputs = Call(row).to(device), inputs_of(row, 4, 128, device, requires_grad=True)
+    module, inputs = RowModule(row).to(device), inputs_of(row, 4, 128, device, requires_grad=True)
     liger_ops.reset_launch_counts()
     results = [r for r in outputs(module(*inputs)) if r.requires_grad]
     wanted = [t for t in (*inputs, *module.parameters()) if t.requires_grad]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.calls import Row, row
+from tests.support.calls import Row, row_of
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 Change = Callable[[dict[str, Tensor]], Any]
@@ -25,8 +25,8 @@ class Case(NamedTuple):
 CASES: list[Case] = []
 
 
-def add(call: Row, launches: str, *sizes: int, **options: Any) -> None:
-    CASES.append(Case(call, launches, *([sizes] if sizes else []), **options))
+def add(row: Row, launches: str, *sizes: int, **options: Any) -> None:
+    CASES.append(Case(row, launches, *([sizes] if sizes else []), **options))
 
 
 # ---- Convolutions: all widths, columns of several blocks, fewer rows than the past, and more than a program has
@@ -42,8 +42,8 @@ def wide_weights(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def conv(n: int, width: int, length: int, dilation: int = 1, **options: Any) -> None:
-    call = row("causal_conv1d", "bias seq_idx initial_state", dict(dilation=dilation), dict(C=n, W=width))
-    add(call, "causal_conv1d_fwd causal_conv1d_bwd", 2, length, change=samples, **options)
+    row = row_of("causal_conv1d", "bias seq_idx initial_state", dict(dilation=dilation), dict(C=n, W=width))
+    add(row, "causal_conv1d_fwd causal_conv1d_bwd", 2, length, change=samples, **options)
 
 
 for width in range(2, 9):
@@ -54,17 +54,17 @@ conv(8, 4, 3, 5, quick=False)
 conv(8, 4, 70, quick=False)
 conv(8, 4, 600, quick=False)
 for n, width in ((264, 3), (520, 7)):
-    plain = row("causal_conv1d", "", dict(activation="none"), dict(C=n, W=width))
+    plain = row_of("causal_conv1d", "", dict(activation="none"), dict(C=n, W=width))
     add(plain, "causal_conv1d_fwd causal_conv1d_bwd", 2, 3, quick=False)
-add(row("causal_conv1d", "bias"), "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, dtype=BF16, change=wide_weights)
+add(row_of("causal_conv1d", "bias"), "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, dtype=BF16, change=wide_weights)
 for parts, groups in (([2, 3, 4, 5], 3), ([136, 8, 272, 8], 1)):
-    part = row("causal_conv1d_split", "bias", dict(sizes=parts, groups=groups), dict(W=3))
+    part = row_of("causal_conv1d_split", "bias", dict(sizes=parts, groups=groups), dict(W=3))
     add(part, "causal_conv1d_fwd causal_conv1d_bwd", 2, 5, quick=False)
 
 
 def short(n: int, width: int, length: int, **options: Any) -> None:
-    call = row("short_conv", "bias seq_idx", sizes=dict(C=n, W=width))
-    add(call, "short_conv_fwd short_conv_bwd", 2, length, **dict(change=samples) | options)
+    row = row_of("short_conv", "bias seq_idx", sizes=dict(C=n, W=width))
+    add(row, "short_conv_fwd short_conv_bwd", 2, length, **dict(change=samples) | options)
 
 
 for width in range(2, 9):
@@ -84,8 +84,8 @@ def some_ignored(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def of_logits(op: str, n: int, names: str, dtype: torch.dtype = FP32, weight: str = "", **options: Any) -> None:
     own = {key: options.pop(key) for key in ("reduction", "label_smoothing", "softcap") if key in options}
-    call = row(op, weight, dict(lse_square_scale=1e-3) | own, dict(V=n))
-    add(call, names, 2, 3, **dict(dtype=dtype, change=some_ignored, device=(80, 8)) | options)
+    row = row_of(op, weight, dict(lse_square_scale=1e-3) | own, dict(V=n))
+    add(row, names, 2, 3, **dict(dtype=dtype, change=some_ignored, device=(80, 8)) | options)
 
 
 BOTH = "cross_entropy_fwd cross_entropy_bwd"
@@ -98,7 +98,7 @@ of_logits("cross_entropy_", 2001, "cross_entropy_fwd_bwd cross_entropy_scale", B
 of_logits("cross_entropy_", 30_000, "cross_entropy_fwd_bwd")
 of_logits("cross_entropy_", 70_001, "cross_entropy_fwd_bwd", BF16, quick=False)
 # More rows than a program adds up at a time.
-weighted = row("cross_entropy", "weight", sizes=dict(V=2))
+weighted = row_of("cross_entropy", "weight", sizes=dict(V=2))
 some = dict(change=lambda t: t["target"].copy_(-100).flatten()[::500].fill_(1))
 add(weighted, "cross_entropy_sum", 1, 4200, quick=False, **some)
 
@@ -111,17 +111,17 @@ def chosen(t: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 for n, options in ((40, {}), (5003, dict(softcap=5.0)), (8008, dict(temperature=0.7))):
-    call = row("log_probs", "", dict(entropy=True) | options, dict(V=n, K=20), dict(index="(..., K)"))
-    add(call, "log_probs_fwd log_probs_bwd" + " log_probs_combine" * (n > 100), change=chosen, device=(80, 8))
+    row = row_of("log_probs", "", dict(entropy=True) | options, dict(V=n, K=20), dict(index="(..., K)"))
+    add(row, "log_probs_fwd log_probs_bwd" + " log_probs_combine" * (n > 100), change=chosen, device=(80, 8))
 
-labelled = row("kl_div", "shift_labels", sizes=dict(V=40))
+labelled = row_of("kl_div", "shift_labels", sizes=dict(V=40))
 names = "divergence_fwd divergence_bwd divergence_sum"
 add(labelled, names, change=lambda t: t["shift_labels"].flatten()[::4].fill_(-100), dtype=BF16)
 
 for beta in (0.0, 1.0, 0.5):
     for n, softcap, dtype in ((24, 20.0, BF16), (5003, None, FP32), (5003, 20.0, FP16)):
         capped = dict(beta=beta, s_softcap=softcap, t_softcap=softcap)
-        models = row("fused_linear_divergence", "", capped, dict(V=n, m=16))
+        models = row_of("fused_linear_divergence", "", capped, dict(V=n, m=16))
         quick = n < 100 or dtype == FP32
         add(models, "fused_linear_divergence_rows", dtype=dtype, device=(80, 2), quick=quick)
 
@@ -133,15 +133,15 @@ for rows, n, columns, ignored in ((70, 40, 1032, 2), (33, 300, 300, -100), (1100
         return dict(target=t["target"].int()) if ignored > 0 else {}
 
     options = dict(ignore_index=ignored, memory_budget=rows * (n + 60))
-    call = row("fused_linear_cross_entropy", "", options, dict(V=n, n=columns))
-    add(call, TARGETS, 1, rows, dtype=BF16, change=ignore, quick=rows < 1000)
+    row = row_of("fused_linear_cross_entropy", "", options, dict(V=n, n=columns))
+    add(row, TARGETS, 1, rows, dtype=BF16, change=ignore, quick=rows < 1000)
 
 # ---- Routers and experts: missing ones, groups, tiles of 128 rows, layouts and devices
 
 
 def router(n: int, top_k: int, **options: Any) -> None:
-    call = row("moe_router", "", dict(top_k=top_k, scale=1.5, statistics=True) | options, dict(n=n))
-    add(call, "moe_router_fwd moe_router_bwd", 5, 7, device=(80, 8))
+    row = row_of("moe_router", "", dict(top_k=top_k, scale=1.5, statistics=True) | options, dict(n=n))
+    add(row, "moe_router_fwd moe_router_bwd", 5, 7, device=(80, 8))
 
 
 router(16, 3, groups=16, top_groups=5)
@@ -187,9 +187,9 @@ def experts(
         return found | ({k: t[k].float() for k in t if k[-2:] in ("_a", "_b")} if dtype != FP32 else {})
 
     sizes = dict(zip(("H", "I", "E", "K"), size[1:])) | dict(zip("rq", ranks))
-    call = row("moe_experts_sorted" if counts else "moe_experts", given, options, sizes, shapes)
+    row = row_of("moe_experts_sorted" if counts else "moe_experts", given, options, sizes, shapes)
     names = " ".join(name if name.startswith("moe") else f"moe_experts_{name}" for name in names.split())
-    add(call, names, tokens, 1, dtype=dtype, change=route, **case)
+    add(row, names, tokens, 1, dtype=dtype, change=route, **case)
 
 
 ON_HOPPER = dict(device=(90, 1))
@@ -225,7 +225,7 @@ experts("moe_adapters_add", (1030, 8, 16, 1, 1), BF16, ranks=(8, 4), **ON_HOPPER
 
 # ---- Others
 
-add(row("layer_norm", "weight bias", sizes=dict(n=5)), "column_sum", 2, 70, device=(80, 200))
-hyper = row("hyper_pre", "", dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3), dict(n=40))
+add(row_of("layer_norm", "weight bias", sizes=dict(n=5)), "column_sum", 2, 70, device=(80, 200))
+hyper = row_of("hyper_pre", "", dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3), dict(n=40))
 for kernels, device in (("pieces fwd bwd bwd_logits", (80, 1)), ("fwd_hopper bwd_hopper", (90, 1))):
     add(hyper, " ".join(f"hyper_pre_{name}" for name in kernels.split()), dtype=BF16, device=device)

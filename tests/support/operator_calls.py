@@ -9,20 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from liger_ops.reference import _calls, operators
-from tests.support.calls import is_constant
+from tests.support import calls
+from tests.support.calls import SINGLE, VOCABULARY, is_constant
 from tests.support.host.solo_group import solo_group
 
 ops = torch.ops.liger
-ROWS, N, CLASSES = 4, 8, 6
-# By dimension letter.
-SIZES = dict(
-    B=2, Hq=2, Hk=1, S=ROWS, D=N, R=N, n=N, m=5, V=CLASSES, K=1, r=3, q=2, T=ROWS, N=ROWS, E=2, I=3, H=N, C=N, W=3, d=2
-)
+ROWS, N = 4, 8
+# By dimension letter. One head of k serves all of q.
+SIZES = calls.SIZES | dict(B=2, S=ROWS, T=ROWS, N=ROWS, Hk=1, W=3)
 # Of the operators that have them: everything is computed.
 OPTIONS = dict(entropy=True, entropy_grad=True, statistics=True, label_smoothing=0.1, sizes=[1, 1, 1, 2])
-SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-# Operators without gradients.
-QUANTIZERS = {name for name, operator in operators().items() if is_constant(operator)}
+WITHOUT_GRADIENTS = {name for name, operator in operators().items() if is_constant(operator)}
 
 
 def numbers(*shape: int) -> Tensor:
@@ -88,7 +85,7 @@ def is_differentiable(op: str, name: str, t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constants
 
 
-def call(op: str, arguments: dict[str, Any]) -> Any:
+def run(op: str, arguments: dict[str, Any]) -> Any:
     solo_group()
     return getattr(ops, op)(**arguments)
 
@@ -151,18 +148,18 @@ def samples() -> dict[str, dict[str, Any]]:
     with recorder:
         for op, arguments in public.items():
             for more in ({}, {"reduction": "none"}) if "cross_entropy" in op else ({},):
-                backward(call(op, differentiable(op, arguments | more, "cpu")))
+                backward(run(op, differentiable(op, arguments | more, "cpu")))
         # With several ids and a frozen head, backward reads everything that it may.
         frozen = copied("", public["fused_linear_log_probs"], "cpu") | dict(
             target=torch.zeros(ROWS, 2, dtype=torch.long)
         )
-        backward(call("fused_linear_log_probs", frozen | dict(input=frozen["input"].requires_grad_())))
+        backward(run("fused_linear_log_probs", frozen | dict(input=frozen["input"].requires_grad_())))
     found = recorder.calls | public
     for op in ("_cross_entropy_fwd", "_fused_linear_cross_entropy_fwd", "_fused_linear_cross_entropy_bwd"):
         found[op] |= dict(totals=numbers(2))
-    weight = numbers(CLASSES).abs()
+    weight = numbers(VOCABULARY).abs()
     found["_cross_entropy_totals"] = dict(
-        target=torch.tensor([0, 1]), weight=weight, classes=CLASSES, ignore_index=-100, dtype=torch.float32
+        target=torch.tensor([0, 1]), weight=weight, classes=VOCABULARY, ignore_index=-100, dtype=torch.float32
     )
     found |= product_calls()
     # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_ops._accuracy import noise_of, roundings
 from liger_ops.reference import operators
-from tests.support.calls import NAMES, ROWS, Call, Row, in_lists, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, Row, RowModule, in_lists, inputs_of, outputs
 from tests.support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
 
 NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
@@ -46,7 +46,7 @@ class Bound(NamedTuple):
 
 def bind(row: Row, device: str = "cpu", batch: int = 3, length: int = 5, dtype: torch.dtype = torch.float32) -> Bound:
     """Every tensor that may require a gradient does."""
-    module = Call(row)
+    module = RowModule(row)
     given = dict(zip(row.inputs, inputs_of(row, batch, length, requires_grad=True)))
     given |= {name.rpartition(".")[2]: t for name, t in (*module.named_parameters(), *module.named_buffers())}
     names, overwrites = list(given), module.overwrites
@@ -93,7 +93,7 @@ class Upstream(torch.autograd.Function):
 Change = Callable[[Tensor], Tensor]
 
 
-def slopes_of(call: Bound) -> list[Tensor]:
+def upstream_of(call: Bound) -> list[Tensor]:
     """Upstream gradients of all results."""
     found = call.op(*call.tensors)
     return [torch.randn_like(r) if r.is_floating_point() else torch.zeros_like(r) for r in found]
@@ -103,23 +103,23 @@ def contiguous(t: Tensor) -> Tensor:
     return t.detach().clone(memory_format=torch.contiguous_format)
 
 
-def of_leaves(call: Bound, tensors: list[Tensor], slopes: list[Tensor], changes: list[Change]) -> list[Tensor]:
+def of_leaves(call: Bound, tensors: list[Tensor], upstream: list[Tensor], changes: list[Change]) -> list[Tensor]:
     """Results and gradients, of tensors and upstream gradients that the caller holds."""
-    changed = [change(t).requires_grad_(t.requires_grad) for t, change in zip([*tensors, *slopes], changes)]
+    changed = [change(t).requires_grad_(t.requires_grad) for t, change in zip([*tensors, *upstream], changes)]
     return gradients(call.op, changed[: len(tensors)], changed[len(tensors) :])
 
 
-def of_temporaries(call: Bound, tensors: list[Tensor], slopes: list[Tensor], changes: list[Change]) -> list[Tensor]:
+def of_temporaries(call: Bound, tensors: list[Tensor], upstream: list[Tensor], changes: list[Change]) -> list[Tensor]:
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     found = call.op(*(Temporary.apply(t, change) for t, change in zip(leaves, changes)))
     values = [r.detach().clone() for r in found]
-    learned = [
-        Upstream.apply(r, lambda slope=slope, change=change: change(slope))
-        for r, slope, change in zip(found, slopes, changes[len(tensors) :])
+    roots = [
+        Upstream.apply(r, lambda grad=grad, change=change: change(grad))
+        for r, grad, change in zip(found, upstream, changes[len(tensors) :])
         if r.requires_grad
     ]
     del found
-    return values + [*torch.autograd.grad(learned, wanted_of(leaves), [torch.zeros_like(r) for r in learned])]
+    return values + [*torch.autograd.grad(roots, wanted_of(leaves), [torch.zeros_like(r) for r in roots])]
 
 
 def check_as_accurate(
@@ -128,7 +128,7 @@ def check_as_accurate(
     ours: list[Tensor],
     theirs: list[Tensor],
     inputs: list[Tensor],
-    slopes: list[Tensor],
+    upstream: list[Tensor],
     device: str,
 ) -> None:
     """Of the same numbers in memory of another layout, which other code may serve. device: "cpu" or that of kernels."""
@@ -136,9 +136,9 @@ def check_as_accurate(
     dtype = next(t.dtype for t in inputs if t.is_floating_point())
     # Linear losses store logits in half precision there, which may round them either way.
     noise += torch.finfo(dtype).eps if device != "cpu" and dtype in HALF_TYPES and "fused_linear" in row.op else 0.0
-    exact = gradients(call.formula, [like(t, torch.float64) for t in inputs], slopes)
-    bounds = roundings(call.formula, inputs, slopes, exact)
-    scale = max((float(g.abs().max()) for g in slopes if g.numel()), default=0.0)
+    exact = gradients(call.formula, [like(t, torch.float64) for t in inputs], upstream)
+    bounds = roundings(call.formula, inputs, upstream, exact)
+    scale = max((float(g.abs().max()) for g in upstream if g.numel()), default=0.0)
     for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
         if not results[0].is_floating_point():
             mine, *others = results
@@ -147,4 +147,4 @@ def check_as_accurate(
             continue
         # Gradients of adapters in fp32 are GEMMs of rows that experts round to half precision.
         rounded = torch.finfo(dtype).eps if "moe_experts" in row.op and results[0].dtype != dtype else 0.0
-        assert_no_worse(f"result {i}", *results, scale if i >= len(slopes) else 0.0, noise + rounded, (bounds, i))
+        assert_no_worse(f"result {i}", *results, scale if i >= len(upstream) else 0.0, noise + rounded, (bounds, i))

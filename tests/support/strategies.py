@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.reference import Operator
-from liger_ops.reference._calls import Shapes, described_tensors, fit, kinds_of, letter_of_indices, numbers, shapes_of
+from liger_ops.reference._calls import Shapes, described_tensors, fit, kinds_of, random_tensor, shapes_of
 from tests.support import layouts
+from tests.support.calls import SCALED
 from tests.support.checks import HALF_TYPES
 from tests.support.host.solo_group import solo_group
 
@@ -42,7 +43,7 @@ OPTIONS: dict[str, st.SearchStrategy] = {
     "sinkhorn": st.just(3),
     "memory_budget": st.sampled_from([None, 12_000]),
 }
-# By dimension letter, which others than these are up to 3.
+# By dimension letter; others are up to 3. Hypothesis draws them, also 0, and looks for the smallest that fail.
 SIZES = {
     **dict.fromkeys("nmV", st.integers(1, 40)),
     "C": st.integers(0, 40),
@@ -104,23 +105,20 @@ def given_tensors(draw: st.DrawFn, operator: Operator) -> set[str]:
     return given
 
 
-def value(draw: st.DrawFn, operator: Operator, name: str, shapes: Shapes, shape: Sequence[int], dtype: torch.dtype):
-    described = described_tensors(operator)[name]
+def tensor(draw: st.DrawFn, operator: Operator, name: str, shapes: Shapes, shape: Sequence[int], dtype: torch.dtype):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
-    if described.is_of("indices"):
-        t = torch.randint(max(shapes.size(letter_of_indices(operator)), 1), shape, generator=generator)
+    t = random_tensor(operator, name, shape, shapes.size, generator, SCALED)
+    if t.dtype == torch.int64:
         ignore_index = shapes.options.get("ignore_index")
         if ignore_index is not None:
             ignored = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
             t = t.masked_fill(ignored, ignore_index)
         t = t.sort(-1).values if name == "seq_idx" else t
         t = t.to(draw(st.sampled_from([torch.int64, torch.int32])))
-    else:
-        t = numbers(operator, name, described, shape, generator)
-        if described.is_of("bool"):
-            t = t > -0.5
-        else:
-            t = t.to((torch.complex128 if dtype == torch.float64 else torch.complex64) if t.is_complex() else dtype)
+    elif t.is_complex():
+        t = t.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    elif t.is_floating_point():
+        t = t.to(dtype)
     if t.dim():
         t = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](t, draw(st.integers(0, t.dim() - 1)))
     requires_grad = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0
@@ -161,7 +159,7 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
     arguments |= dict.fromkeys(name for name, kind in kinds.items() if kind == "Tensor?")
     for name, shape in shapes_of(operator, shapes, given).items():
         is_list = kinds[name] == "Tensor[]"
-        made = [value(draw, operator, name, shapes, of, dtypes.of(name)) for of in (shape if is_list else [shape])]
+        made = [tensor(draw, operator, name, shapes, of, dtypes.of(name)) for of in (shape if is_list else [shape])]
         arguments[name] = made if is_list else made[0]
     if arguments.get("biases") and draw(st.booleans()):
         arguments["biases"] = []

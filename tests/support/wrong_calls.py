@@ -86,7 +86,7 @@ WITH: dict[str, Callable[[Arguments], Arguments]] = {
 }
 
 
-def calls() -> dict[str, Arguments]:
+def right_calls() -> dict[str, Arguments]:
     """Right ones of the public operators, and of the private ones that Python calls with lists of its own."""
     lists = {op for op in OPERATORS if any(str(a.type) in ("List[int]", "List[float]") for a in arguments_of(op))}
     return public_calls() | {op: call for op, call in product_calls().items() if op in lists and "_bwd" not in op}
@@ -95,7 +95,7 @@ def calls() -> dict[str, Arguments]:
 def right_call(op: str, argument: str) -> Arguments:
     """In which the argument has a value, if it is a tensor or a list."""
     torch.manual_seed(0)
-    call = calls()[op]
+    call = right_calls()[op]
     return WITH[argument](call) if argument in WITH else call
 
 

@@ -73,9 +73,9 @@ def check_layers(model, plain, x, precision, autocasts):
     leaves = [x, *bases, sum(t.double() for t in of_bases), *learned(layers)]
     wanted = [x, *learned(layers)]
     inputs = [t.detach().double().requires_grad_(any(t is w for w in wanted)) for t in leaves]
-    slopes = [*(dy.double() for dy in upstream), torch.ones((), dtype=torch.float64)]
-    exact = gradients(formula, inputs, slopes)
-    bounds = roundings(formula, inputs, slopes, exact, precision)
+    grads_out = [*(dy.double() for dy in upstream), torch.ones((), dtype=torch.float64)]
+    exact = gradients(formula, inputs, grads_out)
+    bounds = roundings(formula, inputs, grads_out, exact, precision)
     with cast():
         theirs = results_of(plain, lambda model: (model.q(x), model.k(x)), x, upstream)
         ours = results_of(model, lambda model: model(x), x, upstream)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from liger_ops import functional as F
-from tests.support.calls import ROWS, Row, row_of
+from liger_ops.reference import operators
+from tests.support.calls import ROWS, Row, has_rows, row_of
 from tests.support.pairs import pairs_of
 
 CASES = DTensorCases()
@@ -25,8 +26,9 @@ BY_ROWS = {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
 
 
 def is_of_rows(row: Row) -> bool:
-    others = ("conv", "fp8", "glu_linear", "fused_linear", "cross_entropy", "moe_", "kl_div", "jsd", "tvd")
-    return not any(word in row.op for word in others) and all(s[:2] == ("B", "S") for s in row.inputs.values())
+    """A gate before a GEMM may be sharded by batch alone: see GEMMs below."""
+    of_rows = operators()[row.op].rows > 0 or row.op == "log_probs"
+    return of_rows and has_rows(row) and row.op not in ("swiglu_linear", "geglu_linear")
 
 
 def add_row(row: Row, where: str, inputs: Placement, **more: Any) -> None:

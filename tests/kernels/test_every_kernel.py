@@ -14,7 +14,9 @@ import liger_ops.kernels as tables
 from liger_ops import functional as F
 from liger_ops.aot.codegen import operators_of
 from liger_ops.kernels.moe import moe_router
-from tests.support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row
+from liger_ops.reference import operators
+from liger_ops.reference._calls import letters_of
+from tests.support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row, multiplies_in_fp8
 from tests.support.checks import ROOT
 from tests.support.host import kernel_process
 from tests.support.host.solo_group import SOLO
@@ -63,15 +65,13 @@ def own_kernels(row: Row) -> set[str]:
 
 def unit_of(row: Row) -> int:
     """The size of calls.py that is the number of columns of the row's kernels."""
-    shapes = [*row.inputs.values(), *row.parameters.values()]
-    if "rope" in row.op:
-        return SIZE
-    return VOCABULARY if any(VOCABULARY in shape for shape in shapes) and "gate" not in row.inputs else WIDTH
+    letters = letters_of(operators()[row.op])
+    return SIZE if "D" in letters else VOCABULARY if "V" in letters else WIDTH
 
 
 def is_fixed(row: Row) -> bool:
-    """Whether other sizes depend on the number of columns."""
-    words = ("conv", "moe_experts", "hyper", "lora", "embedding")
+    """Whether other sizes depend on the number of columns, or the bounds of configs are no columns."""
+    words = ("conv", "moe_experts", "lora")
     options = {"group_size", "classes", "mrope_section", "groups"}
     return any(word in row.op for word in words) or not options.isdisjoint(row.options)
 
@@ -85,7 +85,7 @@ def widths(row: Row) -> Iterator[int]:
     for kernel in kernels_of(row.op):
         for bound in {c.max_n for c in kernel.configs if c.max_n}:
             found |= {bound, bound + 1}
-    step, most = (2, 2048) if "rope" in row.op else (1, MOST.get(row.op, 17_000))
+    step, most = (2, 2048) if unit == SIZE else (1, MOST.get(row.op, 17_000))
     yield from sorted(n for n in found if 2 * unit < n <= most and n % step == 0)
 
 
@@ -106,7 +106,7 @@ def cases() -> Iterator:
     which the first is quick, but for convolutions, which are slow. Dtypes and layouts take turns."""
     seen = set()
     for row in ROWS:
-        if row.op.startswith("fp8_"):  # its GEMMs need a GPU
+        if multiplies_in_fp8(row):  # which needs a GPU
             continue
         found = [*widths(row)]
         if row.op in seen:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_ops._accuracy import noise_of
 from liger_ops.reference import operators
-from tests.support.calls import ROWS, WIDTH, in_lists, outputs
+from tests.support.calls import ROWS, WIDTH, has_rows, in_lists, outputs
 from tests.support.checks import (
     OPCHECKS,
     autocast_of_fake_gpus,
@@ -197,12 +197,7 @@ def test_rows_without_columns(row, device):
     check_formula(bound, bound.tensors)
 
 
-WITHOUT_HEADS = [
-    row for row in ROWS if "conv" not in row.op and all(shape[:2] == ("B", "S") for shape in row.inputs.values())
-]
-
-
-@in_tiers([row for row in WITHOUT_HEADS if "sequence_dim" not in row.options])
+@in_tiers([row for row in ROWS if has_rows(row) and "sequence_dim" not in row.options])
 def test_one_row_without_leading_dimensions(row, device):
     bound = bind(row, device)
     count = len(row.inputs)

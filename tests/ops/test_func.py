@@ -94,8 +94,7 @@ def weighted(module):
     """A scalar loss that depends nonlinearly on every differentiable result."""
 
     def loss(parameters, *inputs):
-        result = outputs(functional_call(module, parameters, inputs))
-        result = result[:1] if "cross_entropy" in module.op.__name__ else result
+        result = [r for r in outputs(functional_call(module, parameters, inputs)) if r.is_floating_point()]
         return sum((r * r * torch.arange(r.numel(), device=r.device).view(r.shape)).sum() for r in result)
 
     return loss

@@ -20,6 +20,7 @@ from tests.support.operator_calls import (
     backward,
     copied,
     differentiable,
+    reductions,
     run,
     samples,
     tensors,
@@ -105,14 +106,9 @@ def change(name: str, t: Tensor) -> None:
 
 
 DIFFERENTIABLE = [op for op in PUBLIC if op not in WITHOUT_GRADIENTS]
-SAVING = pytest.mark.parametrize(
-    "op,more",
-    [(op, {}) for op in DIFFERENTIABLE] + [(op, {"reduction": "none"}) for op in PUBLIC if "cross_entropy" in op],
-    ids=str,
-)
 
 
-@SAVING
+@pytest.mark.parametrize("op,more", [(op, more) for op in DIFFERENTIABLE for more in reductions(op)], ids=str)
 def test_tensors_saved_by_forward(op, more, device):
     """FSDP frees parameters between forward and backward. Tensors that were not saved may be freed."""
     for place in tensors(samples()[op]):

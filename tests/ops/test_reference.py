@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_ops
 from liger_ops import functional
 from liger_ops.reference import operators
-from tests.support.calls import NAMES, ROWS, RowModule, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, RowModule, inputs_of, multiplies_in_fp8, outputs
 from tests.support.checks import environment_of_tree
 from tests.support.rows import Bound, bind
 
@@ -328,7 +328,7 @@ def check_transforms() -> None:
         if row.op.endswith("_") or "group" in row.options:
             continue
         # Nor has a gradient that is no derivative of its formula.
-        if row.op.startswith("fp8_"):
+        if multiplies_in_fp8(row):
             continue
         examples = [inputs_of(row, 2, 5) for _ in range(3)]
         with warnings.catch_warnings():

@@ -42,6 +42,16 @@ class Row(NamedTuple):
     sizes: Mapping[str, Any] = SIZES
 
 
+def has_rows(row: Row) -> bool:
+    """Whether all inputs have the same leading dimensions, so that no row depends on others."""
+    described = described_tensors(operators()[row.op])
+    return all(described[name].shapes.startswith("(...") for name in row.inputs)
+
+
+def multiplies_in_fp8(row: Row) -> bool:
+    return "recipe" in operators()[row.op].choices
+
+
 def is_constant(operator: Operator) -> bool:
     """Whether no result has a gradient. Such an operator's own file tests what test_every_operator.py tests of others."""
     tensors = [name for name, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"]

@@ -80,6 +80,11 @@ OPERATORS = sorted(
 PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 
+def reductions(op: str) -> list[dict[str, str]]:
+    """Options of calls that reduce losses, and that do not."""
+    return [{}, {"reduction": "none"}] if "none" in operators()[op].choices.get("reduction", ()) else [{}]
+
+
 def is_differentiable(op: str, name: str, t: Any) -> bool:
     constants = operators()[op].constants if op in operators() else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constants
@@ -147,7 +152,7 @@ def samples() -> dict[str, dict[str, Any]]:
     public, recorder = public_calls(), Recorder()
     with recorder:
         for op, arguments in public.items():
-            for more in ({}, {"reduction": "none"}) if "cross_entropy" in op else ({},):
+            for more in reductions(op):
                 backward(run(op, differentiable(op, arguments | more, "cpu")))
         # With several ids and a frozen head, backward reads everything that it may.
         frozen = copied("", public["fused_linear_log_probs"], "cpu") | dict(

@@ -15,9 +15,9 @@ from liger_ops import functional as F
 from liger_ops.aot.compile import compile_variant
 from liger_ops.kernels.quantize.quantize_rows import OVER_448
 from liger_ops.reference.quantize_blocks import blocks_in_e4m3, squares_in_e4m3, tensor_in_e4m3
+from tests.support.families.quantizers import QUANTIZERS
 from tests.support.host import kernel_process
 from tests.support.models.quantised import as_bits
-from tests.support.oracles.quantizers import QUANTIZERS
 
 # Columns, dtype, compute capability.
 QUICK = [(200, torch.float32, 90), (1032, torch.bfloat16, 90), (61, torch.float16, 90), (272, torch.float16, 80)]

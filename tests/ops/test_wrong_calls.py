@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_ops.reference import operators
 from tests.support.operator_calls import arguments_of, backward, differentiable
-from tests.support.wrong_calls import complaint, described, dimensions, outcomes, right_calls, wrong_calls
+from tests.support.wrong_calls import HUGE, Wrong, complaint, described, dimensions, outcomes, right_calls, wrong_calls
 
 OPERATORS = sorted(right_calls())
 LINEAR_LOSSES = [op for op in OPERATORS if any(a.name == "memory_budget" for a in arguments_of(op))]

@@ -213,19 +213,20 @@ def random_tensor(
     """Random values of an argument, or of one tensor of a list: in fp64, complex, bool or int64. size_of: a dimension letter.
     scaled: the first dimensions of weights that are scaled so that GEMMs of rows and weights stay near one."""
     described = described_tensors(operator)[name]
-    if name == "tokens_per_expert":  # of two thirds of the rows
+    if name == "tokens_per_expert":  # of two thirds of the rows; the fewest first, which a layout may repeat
         rows, experts = size_of("N"), size_of("E")
         chosen = torch.randint(max(experts, 1), (rows - rows // 3,), generator=generator)
-        return chosen.bincount(minlength=experts)[:experts]
+        return chosen.bincount(minlength=experts)[:experts].sort().values
     if described.is_of("indices"):
         return torch.randint(max(size_of(letter_of_indices(operator)), 1), shape, generator=generator)
     t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
-    if "predicted_tokens" in getattr(operator.result, "_fields", ()):
+    if is_never_negative(operator, name):
+        t = t.abs()
+    elif "predicted_tokens" in getattr(operator.result, "_fields", ()):
         # Predictions must not depend on rounding: sums of these values are exact in every dtype.
         t = (2 * t).round().clamp(-4, 4) / 4
     elif described.shapes.startswith(scaled):
         t = t / shape[-1] ** 0.5
-    t = t.abs() if is_never_negative(operator, name) else t
     if described.is_of("complex"):
         return torch.view_as_complex(t)
     t = t[..., 0].clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,8 @@
     python -m benchmarks.exact_log_probs --out DIR [--shape 8192x4096x131072 ...]
 
 The shape is tokens, hidden size and classes; logits have a standard deviation of 2. Errors are those against fp64, of the first
-1024 tokens. The GEMM writes 4096 tokens at a time into one buffer. Writes exact-log-probs.jsonl and .md.
+1024 tokens. For gradients, logits have a standard deviation of 10 and ids are the likeliest: errors of d input, relative to the
+token's largest, of tokens whose largest is at least 1e-3. The GEMM writes 4096 tokens at a time into one buffer. Writes exact-log-probs.jsonl and .md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,25 @@ def eager(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) from logits in the dtype of x, whose softmax is in fp32."""
     logs = (x @ weight.t()).to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1)
     return logs.gather(-1, target[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+def gradient_errors(x: Tensor, weight: Tensor) -> dict[str, float]:
+    x, target = 5 * x, (x @ weight.t()).argmax(-1)
+
+    def slope(run: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, trained: bool = False) -> Tensor:
+        leaf = x.detach().to(dtype, copy=True).requires_grad_()
+        run(leaf, weight.detach().to(dtype).requires_grad_(trained)).sum().backward()
+        return leaf.grad.double()
+
+    exact = slope(lambda x, w: eager(x, w, target)[0], torch.float64)
+    largest = exact.abs().amax(-1)
+    ours = lambda x, w: F.fused_linear_log_probs(x, w, target).log_probs  # noqa: E731
+    found = {
+        "ours": slope(ours, x.dtype, True),
+        "head frozen": slope(ours, x.dtype),
+        "16-bit logits": slope(lambda x, w: eager(x, w, target)[0], x.dtype),
+    }
+    return {name: float(((g - exact).abs().amax(-1) / largest)[largest > 1e-3].max()) for name, g in found.items()}
 
 
 def measure(shape: tuple[int, ...], device: str, rounds: int) -> dict[str, Any]:
@@ -78,7 +98,8 @@ def measure(shape: tuple[int, ...], device: str, rounds: int) -> dict[str, Any]:
         gaps = [(mine - truth).abs() for mine, truth in zip(results, exact)]
         errors[name] = [float(gaps[0].max()), float(gaps[0].square().mean().sqrt()), float(gaps[1].max())]
     medians = {name: statistics.median(found) / 1e3 for name, found in times.items()}
-    return {"kind": "exact", "shape": shape, "ms": medians, "peak": peak, "errors": errors}
+    slopes = gradient_errors(few[0], weight)
+    return {"kind": "exact", "shape": shape, "ms": medians, "peak": peak, "errors": errors, "gradients": slopes}
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -88,9 +109,11 @@ def page(records: list[dict[str, Any]]) -> str:
         gemms = {"forward": 1, "with all facts": 1, "trained": 4, "head frozen": 2}
         cells = [f"{ms[name]:.2f} ({ms[name] / count / gemm:.3f})" for name, count in gemms.items()]
         errors = [" / ".join(f"{e:.1e}" for e in r["errors"][name]) for name in ("ours", "16-bit logits")]
-        rows.append(["×".join(map(str, r["shape"])), f"{gemm:.2f}", *cells, f"{r['peak'] / MIB:.0f}", *errors])
+        slopes = " / ".join(f"{e:.1e}" for e in r["gradients"].values())
+        rows.append(["×".join(map(str, r["shape"])), f"{gemm:.2f}", *cells, f"{r['peak'] / MIB:.0f}", *errors, slopes])
     header = ["shape", "GEMM, ms", "forward (of GEMM)", "all facts", "trained (of 4)", "head frozen (of 2)", "MiB"]
-    return grid([*header, "ours: log p, rms, entropy", "16-bit logits"], rows)
+    header += ["ours: log p, rms, entropy", "16-bit logits", "d input: ours, head frozen, 16-bit logits"]
+    return grid(header, rows)
 
 
 def main() -> None:

@@ -46,8 +46,8 @@ FLOATS = {"X": ("fp32",)}
 
 
 def is_rare(choices: Mapping[str, Any]) -> bool:
-    """Parameters wider than the activations, or a loss with extras. Rare choices have fewer configs."""
-    return bool(choices.get("EXTRAS")) or choices.get("X", choices.get("W")) != choices.get("W", choices.get("X"))
+    """Parameters or logits wider than the activations, or a loss with extras. Rare choices have fewer configs."""
+    return bool(choices.get("EXTRAS")) or len({choices[letter] for letter in "XWL" if letter in choices}) > 1
 
 
 @dataclass(frozen=True)

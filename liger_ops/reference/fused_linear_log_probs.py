@@ -97,7 +97,7 @@ def fused_linear_log_probs(
     positions. `is_top1` says for each id whether it is the first with the largest z. A position whose ids are all
     ignored has results of 0. `temperature` and `softcap` are positive.
 
-    Results are those of fp32 logits (fp64 for fp64), gradients those of logits in input's dtype.
+    Results and gradients are those of fp32 logits (fp64 for fp64).
 
     `entropy_grad` announces that the entropy's gradient will be needed: if `input` alone requires a gradient, this
     spares backward from computing the logits again. `memory_budget` limits the bytes of the logits that exist at the

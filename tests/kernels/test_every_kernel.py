@@ -319,7 +319,7 @@ def check_rank(row: Row, rank: int) -> None:
 # test_statistics_kernels.py.
 BESIDE_GEMMS = {
     *(f"fused_linear_cross_entropy_{name}" for name in ("exp_logits", "true_logits", "add_sums", "weigh", "rescale")),
-    *("linear_statistics", "linear_statistics_combine", "linear_chosen"),
+    *("linear_statistics", "linear_statistics_combine", "linear_chosen", "linear_gradients"),
 }
 # See test_quantizers.py.
 OF_QUANTIZERS = {

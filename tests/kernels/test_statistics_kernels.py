@@ -6,6 +6,7 @@ import torch
 
 import liger_ops.kernels as tables
 from liger_ops.kernels.losses import log_probs as flags
+from liger_ops.kernels.losses._flags import MOST_SKEW
 from liger_ops.kernels.losses.linear_statistics import SHARE, TILE_N
 from tests.support.pairs import pairs_of
 
@@ -83,3 +84,42 @@ def test_results(n, ids, extras, part, device):
     # Sums of n terms in fp32.
     for name, (mine, truth) in found.items():
         torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("device", ["interpreted"])
+@pytest.mark.parametrize("n, ids, of_others, in_place", pairs_of([5, 193, 600], [1, 3], [False, True], [False, True]))
+def test_gradients(n, ids, of_others, in_place, device):
+    """From 16-bit logits that are relative to their tile's largest: near the largest, nothing is rounded."""
+    torch.manual_seed(0)
+    rows, temperature = 4, 0.7
+    wide = -(-n // 64) * 64
+    logits = 40 * torch.randn(rows, n)
+    index = torch.randint(n, (rows, ids))
+    index[0] = logits[0].argmax()
+    index[1] = -100
+    shares = shares_of(logits, LOG2E / temperature)
+    stored = torch.full((rows, wide), float("nan"), dtype=torch.bfloat16)
+    stored[:, :n] = logits - shares[:, :, 0].repeat_interleave(TILE_N, 1)[:, :n]
+    exact = (logits / temperature).double().requires_grad_()
+    logs, counted = exact.log_softmax(1), index != -100
+    g, h = torch.randn(rows, ids) * counted, torch.randn(rows) * counted.any(1)
+    chosen = logits.gather(1, index.clamp_min(0)) * counted
+    p = exact.detach().softmax(1)
+    if of_others:
+        truth = -p.scatter(1, index.clamp_min(0), 0.0) * counted.any(1, True) / temperature
+    else:
+        entropy = -(logs.exp() * logs).sum(1)
+        (logs.gather(1, index.clamp_min(0)) * g).sum().add((entropy * h).sum()).backward()
+        truth = exact.grad / temperature
+    away = exact.detach() - exact.detach().amax(1, True)
+    stats = torch.stack([logits.amax(1), away.exp().sum(1).float(), (p * away).sum(1).float()], 1)
+    wanted = flags.OF_OTHERS.value if of_others else flags.OF_LOG_PROBS.value | flags.OF_ENTROPY.value
+    out = stored if in_place else torch.full_like(stored, float("nan"))
+    variant = tables.find("linear_gradients").pick({"X": "bf16"}, n, n % 8 == 0)
+    variant.kernel.function[(rows * -(-(n + MOST_SKEW.value) // 4096),)](
+        out, stored, shares, index.view(torch.int32), stats, chosen, g, h, n, shares.shape[1], ids, wide, wide, 0, n, 2, -100,
+        LOG2E / temperature, 1 / temperature, 1.0, wanted, **variant.constexprs,
+    )  # fmt: skip
+    # Half an ulp of the gradient, and of a logit at the distance where exp(-d) d is largest.
+    torch.testing.assert_close(out[:, :n].double(), truth, rtol=2**-8, atol=2**-9 * 0.4 * float(truth.abs().max()))
+    assert torch.equal(out[:, n:].isnan(), torch.ones(rows, wide - n, dtype=torch.bool))

@@ -31,9 +31,9 @@ BUDGETS = {
     "gated": Budget(1_720_000, 0.82),
     "hyper": Budget(990_000, 0.86),
     "linear": Budget(1_260_000, 1.04),
-    "losses": Budget(9_620_000, 0.96),
+    "losses": Budget(9_890_000, 0.96),
     "moe": Budget(9_720_000, 1.0),
-    "norms": Budget(12_330_000, 0.97),
+    "norms": Budget(12_060_000, 0.97),
     "quantize": Budget(1_010_000, 0.75),
     "rope": Budget(3_600_000, 0.83),
 }

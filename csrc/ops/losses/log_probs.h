@@ -47,6 +47,19 @@ inline int32_t flags_of(const Results& out) {
       flag(out.is_top1, flags::WITH_TOP1);
 }
 
+/// Sets the arguments that kernels share. index: contiguous.
+template <class Args>
+void pass_options(Args& args, const Tensor& index, const Options& o, const Columns& columns, int64_t classes) {
+  args.index = address(index);
+  args.first_class = int32_t(columns.first);
+  args.classes = int32_t(classes);
+  args.index_words = index.scalar_type() == at::kLong ? 2 : 1;
+  args.ignore_index = o.ignore_index;
+  args.factor = float(1.4426950408889634 / o.temperature);
+  args.inverse = float(1 / o.temperature);
+  args.softcap = float(o.softcap.value_or(1));
+}
+
 template <class Args>
 void pass_results(Args& args, const Results& out) {
   args.log_probs = address(out.log_probs);
@@ -56,6 +69,7 @@ void pass_results(Args& args, const Results& out) {
   args.mean_logits = address(out.mean_logits);
   args.log_squares = address(out.log_sum_sq_probs);
   args.is_top1 = address(out.is_top1);
+  args.flags = flags_of(out);
 }
 
 /// Upstream gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
@@ -65,6 +79,18 @@ struct ResultGradients {
   bool of_others = false;
 };
 
+/// Sets the arguments of kernels that write gradients.
+template <class Args>
+void pass_gradients(Args& args, const ResultGradients& upstream, const Tensor& stats, const Tensor& chosen) {
+  namespace flags = kernels::constants::log_probs;
+  args.stats = address(stats);
+  args.chosen = address(chosen);
+  args.grad = address(upstream.log_probs);
+  args.grad_entropy = address(upstream.entropy);
+  args.flags = (upstream.log_probs.defined() ? flags::OF_LOG_PROBS : 0) |
+      (upstream.entropy.defined() ? flags::OF_ENTROPY : 0) | (upstream.of_others ? flags::OF_OTHERS : 0);
+}
+
 /// Numbers of ids per row.
 inline int64_t ids_per_row(const Tensor& logits, const Tensor& index) {
   return index.dim() == logits.dim() ? index.size(-1) : 1;
@@ -72,7 +98,7 @@ inline int64_t ids_per_row(const Tensor& logits, const Tensor& index) {
 
 using ForwardOn =
     void(const char* op, Tensor logits, Tensor index, const Options& o, Results& out, const Columns& columns);
-/// dlogits may be logits.
+/// dlogits may be logits, or of a narrower dtype than these.
 using BackwardOn = void(
     const char* op, Tensor& dlogits, const ResultGradients& upstream, Tensor logits, Tensor index, const Tensor& stats,
     const Tensor& chosen, const Options& o, const Columns& columns);

@@ -13,21 +13,13 @@ namespace flags = kernels::constants::log_probs;
 template <class Args, size_t N>
 void pass(
     Args& args, const Rows<N>& walk, const Tensor& logits, const Tensor& index, const Options& o,
-    const Columns& columns, int32_t flags) {
+    const Columns& columns) {
+  pass_options(args, index, o, columns, columns.classes_of(logits));
   args.logits = address(logits);
-  args.index = address(index);
   args.n = int32_t(walk.n);
   args.inner_rows = walk.kernel_inner_rows();
   args.count = int32_t(ids_per_row(logits, index));
   args.logits_strides = walk.strides.back();
-  args.first_class = int32_t(columns.first);
-  args.classes = int32_t(columns.classes_of(logits));
-  args.index_words = index.scalar_type() == at::kLong ? 2 : 1;
-  args.ignore_index = o.ignore_index;
-  args.factor = float(1.4426950408889634 / o.temperature);
-  args.inverse = float(1 / o.temperature);
-  args.softcap = float(o.softcap.value_or(1));
-  args.flags = flags;
 }
 
 }  // namespace
@@ -49,11 +41,10 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
   }
   index = index.contiguous();
   const auto walk = rows_in_order<1>(op, "logits", {&logits});
-  const int32_t flags = flags_of(out);
   const int form = (o.softcap ? 1 : 0) + (out.has_extras() ? 2 : 0);
   const auto dtype = dtype_of(logits);
   K::Args args{};
-  pass(args, walk, logits, index, o, columns, flags);
+  pass(args, walk, logits, index, o, columns);
   pass_results(args, out);
   const auto choice = choose<K>(walk.n, args, runtime::point_of<K>(K::dtype(dtype), form));
   const auto& config = choice.config;
@@ -71,7 +62,7 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
   launch(op, logits.device(), choice, {uint32_t(walk.rows * parts)}, args);
   if (!part) return;
   Combine::Args all{.shares = address(shares), .parts = int32_t(parts)};
-  pass(all, walk, logits, index, o, columns, flags);
+  pass(all, walk, logits, index, o, columns);
   pass_results(all, out);
   const auto point = runtime::point_of<Combine>(Combine::dtype(dtype), form);
   launch(op, logits.device(), choose<Combine>(walk.n, all, point), {uint32_t(walk.rows)}, all);
@@ -86,17 +77,11 @@ void backward_cuda(
   index = index.contiguous();
   Tensor out = dlogits;
   const auto walk = rows_in_order<2>(op, "logits", {&out, &logits});
-  const int32_t flags = (upstream.log_probs.defined() ? flags::OF_LOG_PROBS : 0) |
-      (upstream.entropy.defined() ? flags::OF_ENTROPY : 0) | (upstream.of_others ? flags::OF_OTHERS : 0);
-  K::Args args{
-      .dlogits = address(out),
-      .stats = address(stats),
-      .chosen = address(chosen),
-      .grad = address(upstream.log_probs),
-      .grad_entropy = address(upstream.entropy),
-      .dlogits_strides = walk.strides[0]};
-  pass(args, walk, logits, index, o, columns, flags);
-  const auto choice = choose<K>(walk.n, args, runtime::point_of<K>(K::dtype(dtype_of(logits)), o.softcap ? 1 : 0));
+  K::Args args{.dlogits = address(out), .dlogits_strides = walk.strides[0]};
+  pass(args, walk, logits, index, o, columns);
+  pass_gradients(args, upstream, stats, chosen);
+  const int dtypes = K::dtype(dtype_of(out), dtype_of(logits));
+  const auto choice = choose<K>(walk.n, args, runtime::point_of<K>(dtypes, o.softcap ? 1 : 0));
   const auto& config = choice.config;
   const uint32_t spans = programs_for(columns_end(config, walk.n, flags::MOST_SKEW), config.BLOCK_N * config.BLOCKS);
   launch(op, logits.device(), choice, {uint32_t(walk.rows) * spans}, args);

@@ -1,9 +1,12 @@
 """Statistics of the logits of a linear head on compute capability 9.0, from the fp32 sums of the GEMM that computes them.
 
 The products x @ weight.T become v = scale * product. For each row and each tile of classes, `linear_statistics` writes what
-log_probs.py keeps of a part of a row: the largest v, the sums of powers of two relative to it, and, with EXTRAS, more. With
-STORES it writes v in 16 bits too, for gradients. `linear_chosen` computes the v of some classes of each row, and
-`linear_statistics_combine` puts the tiles together: results, and statistics for backward, as log_probs.py has them.
+log_probs.py keeps of a part of a row: the largest v, the sums of powers of two relative to it, and, with EXTRAS, more.
+`linear_chosen` computes the v of some classes of each row, and `linear_statistics_combine` puts the tiles together: results, and
+statistics for backward, as log_probs.py has them.
+
+With STORES, `linear_statistics` writes v in 16 bits too, relative to the largest of its row and tile: the probability
+exp(v) is then rounded no more than any 16-bit number, however large v is. `linear_gradients` reads that.
 
 A row's numbers depend on no other row.
 """
@@ -21,6 +24,8 @@ from .log_probs import (
     OPTIONS,
     RESULTS,
     SHARE,
+    columns_end,
+    differentiate_span,
     finish_row,
     has_ids,
     load_ids,
@@ -45,14 +50,6 @@ class Statistics(_products.Epilogue):
         def of_part(part):
             return [i for i in range(len(tile.sums[0])) if i // 2 % 2 == part % 2]
 
-        if self.stores:
-
-            def scaled(half, i):
-                low, high = (a.real("mul.f32", number, self.scale) for number in tile.sums[half][i : i + 2])
-                return a.integer("cvt.rn.bf16x2.f32", high, low)
-
-            sizes = (_products.TILE[name] for name in ("TILE_M", "TILE_N", "PUT_N"))
-            _products.store_tile(a, tile, self.logits, scaled, *sizes)
         levels = []
         if self.extras:
             # Products beyond the last class are 0.
@@ -67,13 +64,26 @@ class Statistics(_products.Epilogue):
             for i, number in enumerate(tile.sums[half]):
                 a(f"mov.f32 {number}, 0fFF800000", a.test("ge.u32", tile.column(i), tile.classes_left))
         a.place(whole)
-        first_of_quad = a.test("eq.u32", a.integer("and.b32", tile.lane, 3), 0)
+        peaks = []
         for part in range(4):
-            numbers = [tile.sums[part // 2][i] for i in of_part(part)]
             peak = a.real("mov.f32", "0fFF800000")
-            for number in numbers:
-                a(f"max.f32 {peak}, {peak}, {number}")
+            for i in of_part(part):
+                a(f"max.f32 {peak}, {peak}, {tile.sums[part // 2][i]}")
             _products.over_quad(a, "max.f32", peak)
+            peaks.append(peak)
+        if self.stores:
+            bottoms = [a.real("neg.f32", a.real("mul.f32", peak, self.scale)) for peak in peaks]
+
+            def relative(half, i):
+                bottom = bottoms[2 * half + i // 2 % 2]
+                low, high = (a.real("fma.rn.f32", v, self.scale, bottom) for v in tile.sums[half][i : i + 2])
+                return a.integer("cvt.rn.bf16x2.f32", high, low)
+
+            sizes = (_products.TILE[name] for name in ("TILE_M", "TILE_N", "PUT_N"))
+            _products.store_tile(a, tile, self.logits, relative, *sizes)
+        first_of_quad = a.test("eq.u32", a.integer("and.b32", tile.lane, 3), 0)
+        for part, peak in enumerate(peaks):
+            numbers = [tile.sums[part // 2][i] for i in of_part(part)]
             base = a.real("neg.f32", a.real("mul.f32", peak, self.slope))
             total, spread, squares = (a.real("mov.f32", "0f00000000") for _ in range(3))
             for number in numbers:
@@ -179,6 +189,25 @@ def linear_statistics_combine_kernel(
         )
 
 
+@triton.jit
+def linear_gradients_kernel(
+    dlogits, logits, shares, index, stats, chosen, grad, grad_entropy, n, tiles, count, dlogits_row, logits_row,
+    first_class, classes, index_words, ignore_index, factor, inverse, softcap, flags,
+    BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """logits, shares: as linear_statistics writes them."""
+    spans = tl.cdiv(columns_end(n, SKEWED), BLOCK_N)
+    row = tl.program_id(0) // spans
+    begin = (tl.program_id(0) - row * spans) * BLOCK_N
+    end = tl.minimum(columns_end(n, SKEWED), begin + BLOCK_N)
+    row_long = row.to(tl.int64)
+    differentiate_span(
+        dlogits + row_long * dlogits_row, logits + row_long * logits_row, shares + row_long * tiles * SHARE, row, begin, end,
+        index, stats, chosen, grad, grad_entropy, n, count, first_class, classes, index_words, ignore_index, factor, inverse,
+        softcap, flags, False, BLOCK_N, SKEWED, IDS, TILE,
+    )  # fmt: skip
+
+
 EXTRAS = [{"EXTRAS": 0}, {"EXTRAS": 1}]
 BFLOAT = [{"X": "bf16"}]
 
@@ -215,6 +244,24 @@ KERNELS = [
         aligned=[],
         axes={"form": EXTRAS},
         configs=[Config(None, False, 4, constexprs=AT_A_TIME | dict(BLOCK_T=256))],
+        archs=[hopper.ARCH],
+    ),
+    Kernel(
+        function=linear_gradients_kernel,
+        args={
+            "dlogits": "*X", "logits": "*X", "shares": "*fp32", "index": "*i32", "stats": "*fp32", "chosen": "*fp32",
+            "grad": "*fp32", "grad_entropy": "*fp32", "n": "i32", "tiles": "i32", "count": "i32", "dlogits_row": "i64",
+            "logits_row": "i64", **OPTIONS,
+        },
+        aligned=["dlogits", "logits", "n", "dlogits_row", "logits_row"],
+        axes={"dtype": BFLOAT},
+        configs=[
+            Config(
+                None, aligned, 4,
+                constexprs=AT_A_TIME | dict(BLOCK_N=4096, SKEWED=int(not aligned), TILE=TILE_N),
+            )
+            for aligned in (True, False)
+        ],
         archs=[hopper.ARCH],
     ),
 ]  # fmt: skip

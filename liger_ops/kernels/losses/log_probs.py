@@ -353,17 +353,23 @@ def load_grads(grad, place, counted, stray, flags):
 
 
 @triton.jit
-def log_probs_bwd_kernel(
-    dlogits, logits, index, stats, chosen, grad, grad_entropy,
-    n, inner_rows, count, dlogits_outer, dlogits_inner, logits_outer, logits_inner, first_class, classes,
+def load_logits(at, peaks, cols, skew, mask, TILE: tl.constexpr):
+    """at: skew elements before the row."""
+    other = None if mask is None else 0.0
+    x = tl.load(at + cols, mask=mask, other=other).to(tl.float32)
+    if TILE:
+        x += tl.load(peaks + (cols - skew) // TILE * SHARE, mask=mask, other=other)
+    return x
+
+
+@triton.jit
+def differentiate_span(
+    out, x_row, peaks, row, begin, end, index, stats, chosen, grad, grad_entropy, n, count, first_class, classes,
     index_words, ignore_index, factor, inverse, softcap, flags,
-    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    spans = tl.cdiv(columns_end(n, SKEWED), BLOCK_N * BLOCKS)
-    row = tl.program_id(0) // spans
-    begin = (tl.program_id(0) - row * spans) * (BLOCK_N * BLOCKS)
-    end = tl.minimum(columns_end(n, SKEWED), begin + BLOCK_N * BLOCKS)
-    out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
+    """TILE: the number of columns whose logits are relative to one of `peaks`, which are SHARE numbers apart. 0: they are
+    not."""
     found = tl.zeros([IDS], tl.int32)
     pulls = tl.zeros([IDS], tl.float32)
     for start in range(0, count, IDS):
@@ -375,7 +381,6 @@ def log_probs_bwd_kernel(
     if tl.max(found, axis=0) == 0:
         zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
-        x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         at = stats + row.to(tl.int64) * 3
         peak = tl.load(at)
         total = tl.load(at + 1)
@@ -398,11 +403,11 @@ def log_probs_bwd_kernel(
             cols = start + tl.arange(0, BLOCK)
             mask = (cols >= skew) & (cols < limit)
             if aligned & (start >= skew) & (start + BLOCK <= limit):
-                x = tl.load(tl.multiple_of(x_row - skew, 16) + cols).to(tl.float32)
+                x = load_logits(tl.multiple_of(x_row - skew, 16), peaks, cols, skew, None, TILE)
                 dx, slope = gradient_of(x, peak, factor, level, tilt, softcap, CAPPED)
                 tl.store(tl.multiple_of(out - skew, 16) + cols, (dx * slope).to(out.dtype.element_ty))
             else:
-                x = tl.load(x_row - skew + cols, mask=mask, other=0.0).to(tl.float32)
+                x = load_logits(x_row - skew, peaks, cols, skew, mask, TILE)
                 dx, slope = gradient_of(x, peak, factor, level, tilt, softcap, CAPPED)
                 tl.store(out - skew + cols, (dx * slope).to(out.dtype.element_ty), mask=mask)
 
@@ -428,6 +433,25 @@ def log_probs_bwd_kernel(
             tl.store(out + column, dx.to(out.dtype.element_ty), mask=mine)
 
 
+@triton.jit
+def log_probs_bwd_kernel(
+    dlogits, logits, index, stats, chosen, grad, grad_entropy,
+    n, inner_rows, count, dlogits_outer, dlogits_inner, logits_outer, logits_inner, first_class, classes,
+    index_words, ignore_index, factor, inverse, softcap, flags,
+    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    spans = tl.cdiv(columns_end(n, SKEWED), BLOCK_N * BLOCKS)
+    row = tl.program_id(0) // spans
+    begin = (tl.program_id(0) - row * spans) * (BLOCK_N * BLOCKS)
+    end = tl.minimum(columns_end(n, SKEWED), begin + BLOCK_N * BLOCKS)
+    out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
+    x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
+    differentiate_span(
+        out, x_row, stats, row, begin, end, index, stats, chosen, grad, grad_entropy, n, count, first_class, classes,
+        index_words, ignore_index, factor, inverse, softcap, flags, CAPPED, BLOCK_N, SKEWED, IDS, 0,
+    )  # fmt: skip
+
+
 NO_LIMITS: dict = {}  # a config that serves every point of the axes
 AT_A_TIME = dict(IDS=16)
 
@@ -437,12 +461,17 @@ def forward_config(max_n, lanes, tiles, aligned=True, only=NO_LIMITS):
     return Config(max_n, aligned, lanes // 32, constexprs=constexprs, only=only)
 
 
-def backward_config(max_n, block_n, num_warps, aligned=True):
+def backward_config(max_n, block_n, num_warps, aligned=True, common_only=False):
     constexprs = dict(BLOCK_N=block_n, BLOCKS=1, SKEWED=int(not aligned)) | AT_A_TIME
-    return Config(max_n, aligned, num_warps, constexprs=constexprs)
+    return Config(max_n, aligned, num_warps, constexprs=constexprs, common_only=common_only)
 
 
 DTYPES = [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}]
+# Of gradients and logits. Linear losses keep logits in fp32.
+GRADIENT_DTYPES = [
+    *({"X": dtype, "L": dtype} for dtype in ("bf16", "fp16", "fp32")),
+    *({"X": dtype, "L": "fp32"} for dtype in ("bf16", "fp16")),
+]
 CAPS = [{"CAPPED": 0}, {"CAPPED": 1}]
 FORWARD_AXES = {"dtype": DTYPES, "form": [cap | {"EXTRAS": extras} for extras in (0, 1) for cap in CAPS]}
 RESULTS = {
@@ -484,16 +513,16 @@ KERNELS = [
     Kernel(
         function=log_probs_bwd_kernel,
         args={
-            "dlogits": "*X", "logits": "*X", "index": "*i32", "stats": "*fp32", "chosen": "*fp32", "grad": "*fp32",
+            "dlogits": "*X", "logits": "*L", "index": "*i32", "stats": "*fp32", "chosen": "*fp32", "grad": "*fp32",
             "grad_entropy": "*fp32", "n": "i32", "inner_rows": "i32", "count": "i32",
             **strides("dlogits", "logits"), **OPTIONS,
         },
         aligned=["dlogits", "logits", "n", *strides("dlogits", "logits")],
-        axes={"dtype": DTYPES, "form": CAPS},
+        axes={"dtype": GRADIENT_DTYPES, "form": CAPS},
         configs=[
-            backward_config(1024, 1024, 1),
+            backward_config(1024, 1024, 1, common_only=True),
             backward_config(None, 4096, 4),
-            backward_config(1024, 1024, 1, aligned=False),
+            backward_config(1024, 1024, 1, aligned=False, common_only=True),
             backward_config(None, 4096, 4, aligned=False),
         ],
     ),

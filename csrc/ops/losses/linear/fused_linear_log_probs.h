@@ -1,8 +1,8 @@
 #pragma once
 
-// The loops of fused_linear_log_probs, on CPU and CUDA. Logits exist for one chunk at a time: in fp32 for the results
-// (fp64 for fp64), which reinforcement learning compares with those of other programs, and in the dtype of input for
-// gradients.
+// The loops of fused_linear_log_probs, on CPU and CUDA. Logits exist for one chunk at a time, in fp32 (fp64 for fp64):
+// reinforcement learning compares results with those of other programs, and the gradient of a token that is nearly
+// certain is the small difference of 1 and its probability. Gradients of logits have the dtype of input.
 //
 // M tokens, H hidden, V classes, K ids per token.
 //
@@ -47,6 +47,12 @@ struct Call : Settings {
   Tensor input, weight, target, bias, low_rank_input, low_rank_weight;
 
   HeadTensors trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
+
+  /// True if statistics.h computes the logits.
+  bool by_gemm() const {
+    const bool adds = bias.defined() || (low_rank_input.defined() && low_rank_input.size(-1) > 0);
+    return Statistics::applies(input, weight, !adds && !o.softcap && logits_scale > 0, vocabulary.is_split());
+  }
 };
 
 /// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those
@@ -93,6 +99,7 @@ struct LinearLogProbs {
   const Division division;
   const Tensor index;  // (M, K)
   Head head;
+  const bool by_gemm;  // logits are those of statistics.h
 
   /// plan_of(tokens, the most classes of any rank).
   template <class F>
@@ -105,24 +112,50 @@ struct LinearLogProbs {
             Shard(call.op, call.vocabulary, call.weight.size(0), "weight"), s.sequence_dim,
             call.input.options().dtype(compute_type(call.input)), plan_of),
         index(division.arranged(call.target, sizes.ids).contiguous()),
-        head(division, call.trained(), call.logits_scale, 2) {}
+        head(division, call.trained(), call.logits_scale, 2),
+        by_gemm(call.by_gemm()) {
+    if (by_gemm) Statistics::align(head);
+  }
 
   const Shard& shard() const { return division.shard; }
+
+  at::ScalarType own() const { return head.x().scalar_type(); }
+  at::ScalarType of_logits() const { return by_gemm ? own() : compute_type(head.x()); }
 
   Tensor buffer(int64_t classes, at::ScalarType dtype) const {
     return at::empty({division.rows_from(0), logits_stride(classes, dtype)}, head.x().options().dtype(dtype));
   }
+  /// Of buffer(). Undefined if that is.
+  Tensor part(const Tensor& of, int64_t rows, int64_t classes) const {
+    return of.defined() ? logits_in(of, rows, classes, head.bias.defined()) : Tensor();
+  }
   Columns columns(int64_t first_class) const { return {shard().first + first_class, shard().classes, "target"}; }
 
-  /// Overwrites logits of classes from first_class on with their gradient, or writes it to `into`.
+  /// Writes the gradients of logits of classes from first_class on to `into`, which may be the logits. shares: what
+  /// Statistics::multiply() returned with them.
   void differentiate(
-      Tensor into, const Tensor& logits, int64_t first, int64_t first_class, const ResultGradients& upstream,
-      const Tensor& stats, const Tensor& chosen) const {
+      Tensor into, const Tensor& logits, const Tensor& shares, int64_t first, int64_t first_class,
+      const ResultGradients& upstream, const Tensor& stats, const Tensor& chosen) const {
     if (logits.size(1) == 0) return;
-    const int64_t rows = logits.size(0);
-    device.backward(
-        division.op, into, upstream, logits, index.narrow(0, first, rows), stats.narrow(0, first, rows),
-        chosen.narrow(0, first, rows), s.o, columns(first_class));
+    auto of_rows = [&](const Tensor& t) { return t.narrow(0, first, logits.size(0)); };
+    const Tensor ids = of_rows(index), of = of_rows(stats), picked = of_rows(chosen);
+    const Columns which = columns(first_class);
+    if (by_gemm) {
+      Statistics::differentiate(division.op, into, upstream, logits, shares, ids, of, picked, s.o, which);
+    } else {
+      device.backward(division.op, into, upstream, logits, ids, of, picked, s.o, which);
+    }
+  }
+};
+
+/// Bytes per logit. by_gemm: see statistics.h.
+struct LogitBytes {
+  int64_t logit, gradient;  // gradient: of one that is not where the logit was
+
+  LogitBytes(at::ScalarType dtype, bool by_gemm) {
+    const int64_t own = c10::elementSize(dtype);
+    logit = !by_gemm && at::isReducedFloatingType(dtype) ? 4 : own;
+    gradient = logit > own ? own : 0;
   }
 };
 
@@ -137,34 +170,31 @@ inline Plan plan_tokens(
   return plan;
 }
 
-/// gradients: of a frozen head's input, for none of the results, log_probs, or the entropy too. by_gemm: see
-/// statistics.h.
+/// gradients: of a frozen head's input, for none of the results, log_probs, or the entropy too.
 inline Plan forward_plan(
     const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, int64_t gradients, bool by_gemm,
     std::optional<int64_t> memory_budget) {
-  const int64_t own = c10::elementSize(dtype), wide = at::isReducedFloatingType(dtype) ? 4 : own;
+  const LogitBytes bytes(dtype, by_gemm);
   const int64_t row = logits_stride(classes, at::kHalf);
-  int64_t per_row = gradients * own * row;
-  if (by_gemm) {
-    per_row += Statistics::bytes(classes);
-  } else if (wide > own || gradients == 0) {
-    // Else gradients overwrite the logits.
-    per_row += wide * row;
-  }
+  int64_t per_row = by_gemm ? Statistics::bytes(classes) : 0;
+  if (gradients > 0 || !by_gemm) per_row += bytes.logit * row;
+  // Those of the entropy need the logits again.
+  if (gradients > 0) per_row += (gradients > 1 ? int64_t(c10::elementSize(dtype)) : bytes.gradient) * row;
   return plan_tokens(op, tokens, per_row, gradients ? gradients * kForwardWithGradients : kForward, memory_budget);
 }
 
 inline Plan backward_plan(
-    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, WantedGradients wanted,
-    std::optional<int64_t> memory_budget) {
-  const int64_t element = c10::elementSize(dtype);
+    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, bool by_gemm,
+    WantedGradients wanted, std::optional<int64_t> memory_budget) {
+  const LogitBytes bytes(dtype, by_gemm);
+  const int64_t each = bytes.logit + bytes.gradient;
   if (!wanted.head()) {
-    const int64_t per_row = element * logits_stride(classes, at::kHalf);
+    const int64_t per_row = each * logits_stride(classes, at::kHalf) + (by_gemm ? Statistics::bytes(classes) : 0);
     return plan_tokens(op, tokens, per_row, kForwardWithGradients, memory_budget);
   }
   const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
   const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
-  return divide_classes(op, tokens, classes, element, sums, memory_budget.value_or(usual));
+  return divide_classes(op, tokens, classes, each, sums, memory_budget.value_or(usual));
 }
 
 /// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats. Of a
@@ -232,7 +262,7 @@ inline void combine_facts(const Tensor& all, const Tensor& index, const Shard& s
 struct Chunk {
   int64_t first;
   core::Pending tokens, gathered;
-  Tensor logits;
+  Tensor logits, shares;  // shares: with logits of statistics.h
 };
 
 struct ForwardLoss : LinearLogProbs {
@@ -240,9 +270,7 @@ struct ForwardLoss : LinearLogProbs {
 
   Results out;  // in the order of this call: (M,), (M, K), (M, 3)
   Tensor of_log_probs, of_entropy;  // (M, H)
-  bool by_gemm = false;  // the results come from the GEMM, see statistics.h
-  Tensor wide;  // memory of the logits for the results, unless they come from the GEMM
-  Tensor memory, second;  // of those for gradients, and of the gradient of logits that are needed again
+  Tensor logits, dlogits;  // memory of a chunk. dlogits: if gradients may not overwrite the logits
 
   /// Of the tokens from first on.
   Results at_tokens(int64_t first) const {
@@ -252,24 +280,19 @@ struct ForwardLoss : LinearLogProbs {
             part(out.mean_logits), part(out.log_sum_sq_probs), part(out.is_top1)};
   }
 
-  Chunk fetch(int64_t first) const { return {first, head.fetch(first), {}, {}}; }
+  Chunk fetch(int64_t first) const { return {first, head.fetch(first), {}, {}, {}}; }
   void prepare(Chunk& c) const { c.tokens.wait(); }
 
   void open(Chunk& c, int64_t) const {
     const int64_t rows = division.rows_from(c.first), classes = shard().n;
     const Tensor ids = index.narrow(0, c.first, rows);
-    auto part = [&](const Tensor& t) { return logits_in(t, rows, classes, head.bias.defined()); };
-    Tensor logits;
-    if (!by_gemm) logits = part(wide);
-    if (!by_gemm && classes > 0) head.logits(logits, c.first, 0);
-    c.logits = memory.defined() ? part(memory) : by_gemm ? at::empty({rows, 0}, head.x().options()) : logits;
-    if (!by_gemm && memory.defined()) c.logits.copy_(logits);
+    c.logits = part(logits, rows, classes);
+    if (!by_gemm && classes > 0) head.logits(c.logits, c.first, 0);
     auto describe = [&](Results& results) {
       if (by_gemm) {
-        const Tensor stored = memory.defined() ? c.logits : Tensor();
-        Statistics::compute(division.op, head, c.first, ids, s.o, columns(0), stored, results);
+        c.shares = Statistics::compute(division.op, head, c.first, ids, s.o, columns(0), c.logits, results);
       } else {
-        device.forward(division.op, logits, ids, s.o, results, columns(0));
+        device.forward(division.op, c.logits, ids, s.o, results, columns(0));
       }
     };
     if (!shard().is_split()) {
@@ -289,26 +312,25 @@ struct ForwardLoss : LinearLogProbs {
   }
 
   void close(Chunk& c) const {
-    const int64_t rows = c.logits.size(0);
+    const int64_t rows = division.rows_from(c.first);
     if (shard().is_split()) {
       Results results = at_tokens(c.first);
       combine_facts(c.gathered.wait(), index.narrow(0, c.first, rows), shard(), s, results);
     }
     if (!of_log_probs.defined()) return;
-    auto multiply = [&](const Tensor& into, Tensor dlogits, const ResultGradients& upstream) {
-      differentiate(dlogits, c.logits, c.first, 0, upstream, out.stats, out.chosen);
-      multiply_by_weight(into.narrow(0, c.first, rows), dlogits, head.weight, false, head.scale, head.sustained);
+    const Tensor gradient = dlogits.defined() ? part(dlogits, rows, c.logits.size(1)) : c.logits;
+    auto multiply = [&](const Tensor& into, const ResultGradients& upstream) {
+      differentiate(gradient, c.logits, c.shares, c.first, 0, upstream, out.stats, out.chosen);
+      multiply_by_weight(into.narrow(0, c.first, rows), gradient, head.weight, false, head.scale, head.sustained);
     };
     // A single id is part of the product. Backward adds those of several, each with its own upstream gradient.
     ResultGradients upstream, of_row;
     upstream.of_others = sizes.ids != 1;
     if (!upstream.of_others) upstream.log_probs = at::ones({rows, 1}, division.numbers);
-    Tensor dlogits = c.logits;
-    if (of_entropy.defined()) dlogits = logits_in(second, rows, c.logits.size(1), head.bias.defined());
-    multiply(of_log_probs, dlogits, upstream);
+    multiply(of_log_probs, upstream);
     if (!of_entropy.defined()) return;
     of_row.entropy = at::ones({rows}, division.numbers);
-    multiply(of_entropy, c.logits, of_row);
+    multiply(of_entropy, of_row);
   }
 
   void run() {
@@ -316,10 +338,8 @@ struct ForwardLoss : LinearLogProbs {
       if (head.x().is_cpu()) runtime::count_cpu_call();
       return;
     }
-    const auto own = head.x().scalar_type(), computes = compute_type(head.x());
-    if (!by_gemm) wide = buffer(shard().n, computes);
-    if (of_log_probs.defined() && own != computes) memory = buffer(shard().n, own);
-    if (of_entropy.defined()) second = buffer(shard().n, own);
+    if (of_log_probs.defined() || !by_gemm) logits = buffer(shard().n, of_logits());
+    if (of_entropy.defined() || (of_log_probs.defined() && own() != of_logits())) dlogits = buffer(shard().n, own());
     // The facts of other ranks arrive during the next chunk's GEMM, unless the logits are needed again.
     run_chunks(division, *this, shard().is_split() && !of_log_probs.defined());
   }
@@ -329,21 +349,17 @@ struct ForwardLoss : LinearLogProbs {
 inline void forward(const Device& device, const Call& call, Forward& into) {
   c10::DeviceGuard guard(call.input.device());
   const bool gradients = into.of_log_probs.defined();
-  const bool adds = call.bias.defined() || (call.low_rank_input.defined() && call.low_rank_input.size(-1) > 0);
-  const bool plain = !adds && !call.o.softcap && call.logits_scale > 0;
-  const bool by_gemm = Statistics::applies(call.input, call.weight, plain, call.vocabulary.is_split());
   ForwardLoss loss(device, call, [&](int64_t tokens, int64_t classes) {
     const auto dtype = call.input.scalar_type();
     // A budget that is too small for backward is refused here.
     if (into.rows.stats.defined() && !gradients) {
       const int64_t hidden = call.input.size(-1);
-      backward_plan(call.op, tokens, hidden, classes, dtype, {true, true, true}, call.memory_budget);
+      backward_plan(
+          call.op, tokens, hidden, classes, dtype, call.by_gemm(), {true, true, true}, call.memory_budget);
     }
     const int64_t products = gradients + into.of_entropy.defined();
-    return forward_plan(call.op, tokens, classes, dtype, products, by_gemm, call.memory_budget);
+    return forward_plan(call.op, tokens, classes, dtype, products, call.by_gemm(), call.memory_budget);
   });
-  loss.by_gemm = by_gemm;
-  if (by_gemm) Statistics::align(loss.head);
   const Results& out = into.rows;
   const int64_t tokens = loss.division.tokens, ids = loss.sizes.ids;
   // Results in the order of this call, at their final place if that is the caller's order.
@@ -385,7 +401,8 @@ inline void backward(
   c10::DeviceGuard guard(call.input.device());
   LinearLogProbs loss(device, call, [&](int64_t tokens, int64_t classes) {
     return backward_plan(
-        call.op, tokens, call.input.size(-1), classes, call.input.scalar_type(), into.defined(), call.memory_budget);
+        call.op, tokens, call.input.size(-1), classes, call.input.scalar_type(), call.by_gemm(), into.defined(),
+        call.memory_budget);
   });
   const Division& division = loss.division;
   Head& head = loss.head;
@@ -395,16 +412,24 @@ inline void backward(
   const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, loss.sizes.ids);
   const Tensor g = arranged(grad, loss.sizes.ids), h = arranged(grad_entropy, 1);
   head.differentiate(into);
-  Tensor buffer;
+  Tensor memory, narrow;
   run_blocks(division, {&head}, [&](int64_t first, int64_t rows, int64_t c, int64_t classes) {
-    if (!buffer.defined()) buffer = loss.buffer(classes, head.x().scalar_type());
+    if (!memory.defined()) memory = loss.buffer(classes, loss.of_logits());
+    if (!narrow.defined() && loss.own() != loss.of_logits()) narrow = loss.buffer(classes, loss.own());
     ResultGradients upstream;
     if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
     if (h.defined()) upstream.entropy = h.narrow(0, first, rows);
-    Tensor logits = logits_in(buffer, rows, classes, head.bias.defined());
-    if (classes > 0) head.logits(logits, first, c);
-    loss.differentiate(logits, logits, first, c, upstream, stats, chosen);
-    head.add(logits, first, c);
+    const Tensor logits = loss.part(memory, rows, classes);
+    const Tensor dlogits = narrow.defined() ? loss.part(narrow, rows, classes) : logits;
+    Tensor shares;
+    if (loss.by_gemm && classes > 0) {
+      const Tensor w = head.of_classes(head.weight, c, classes);
+      shares = Statistics::multiply(call.op, head, first, rows, w, call.o.temperature, logits);
+    } else if (classes > 0) {
+      head.logits(logits, first, c);
+    }
+    loss.differentiate(dlogits, logits, shares, first, c, upstream, stats, chosen);
+    head.add(dlogits, first, c);
   });
   head.finish();
 }

@@ -1,9 +1,10 @@
 #pragma once
 
-// Results of log_probs for the logits of a head, from the fp32 sums of the GEMM: nothing of (tokens, classes) is
-// written, unless 16-bit logits are needed for gradients. On compute capability 9.0. See
-// liger_ops/kernels/losses/linear_statistics.py. Elsewhere, logits are written in fp32.
+// Results of log_probs for the logits of a head, and gradients of logits, from the fp32 sums of the GEMM: for results
+// alone, nothing of (tokens, classes) is written, and for gradients 16 bits per logit, relative to the tile's largest. On
+// compute capability 9.0. See liger_ops/kernels/losses/linear_statistics.py. Elsewhere, logits are written in fp32.
 
+#include "core/rows/rows_in_order.h"
 #include "kernels/linear_statistics.h"
 #include "ops/losses/linear/head.h"
 #include "ops/losses/linear/products.h"
@@ -14,6 +15,8 @@ namespace liger::ops::linear {
 class Statistics {
   using Gemm = kernels::linear_statistics;
   using Chosen = kernels::linear_chosen;
+  static constexpr int64_t kShare = kernels::constants::log_probs::SHARE;
+  static constexpr int64_t kMostSkew = kernels::constants::log_probs::MOST_SKEW;
 
  public:
   /// Depends on no number of rows, so that a row's bits do not; nor on layouts where classes are split, so that all
@@ -33,22 +36,40 @@ class Statistics {
 
   /// Per token: what tiles of classes leave.
   static int64_t bytes(int64_t classes) {
-    return Products<Gemm>::tiles(classes) * kernels::constants::log_probs::SHARE * int64_t(sizeof(float));
+    return Products<Gemm>::tiles(classes) * kShare * int64_t(sizeof(float));
   }
 
-  /// Of the tokens from `row` on. index: (rows, K). logits: (rows, V) in 16 bits, written too, or undefined.
-  static void compute(
+  /// Of the tokens from `row` on and the classes that w has rows for: what tiles leave, (rows, tiles, SHARE). logits:
+  /// (rows, classes) in 16 bits, written relative to that, or undefined.
+  static at::Tensor multiply(
+      const char* op, const Head& head, int64_t row, int64_t rows, const at::Tensor& w, double temperature,
+      const at::Tensor& logits, bool extras = false) {
+    const at::Tensor x = head.x().narrow(0, row, rows);
+    const int64_t tiles = Products<Gemm>::tiles(w.size(0));
+    const at::Tensor shares = at::empty({rows, tiles, kShare}, x.options().dtype(at::kFloat));
+    Gemm::Args products{};
+    const uint32_t programs = Products<Gemm>::prepare(op, products, x, w);
+    if (logits.defined()) {
+      constexpr auto& config = Products<Gemm>::kConfig;
+      Products<Gemm>::map(op, "the logits", products.logits, logits, config.TILE_M, config.PUT_N);
+    }
+    products.shares = core::address(shares);
+    products.tiles = int32_t(tiles);
+    products.scale = float(head.scale);
+    products.factor = float(1.4426950408889634 / temperature);
+    const auto form = runtime::point_of<Gemm>(0, (logits.defined() ? 2 : 0) + (extras ? 1 : 0));
+    core::launch(op, x.device(), core::choose<Gemm>(x.size(1), products, form), {programs}, products);
+    return shares;
+  }
+
+  /// Of all classes. index: (rows, K). Returns what multiply() does.
+  static at::Tensor compute(
       const char* op, const Head& head, int64_t row, const at::Tensor& index, const log_probs::Options& o,
       const log_probs::Columns& columns, const at::Tensor& logits, log_probs::Results& out) {
     using Combine = kernels::linear_statistics_combine;
-    namespace flags = kernels::constants::log_probs;
-    const int64_t rows = index.size(0), ids = index.size(1), n = head.weight.size(0), tiles = Products<Gemm>::tiles(n);
+    const int64_t rows = index.size(0), ids = index.size(1), n = head.weight.size(0);
     const at::Tensor x = head.x().narrow(0, row, rows);
-    const auto numbers = x.options().dtype(at::kFloat);
-    const at::Tensor shares = at::empty({rows, tiles, flags::SHARE}, numbers), given = at::empty({rows, ids}, numbers);
-    const int index_words = index.scalar_type() == at::kLong ? 2 : 1;
-    const bool extras = out.has_extras();
-    const auto factor = float(1.4426950408889634 / o.temperature);
+    const at::Tensor given = at::empty({rows, ids}, x.options().dtype(at::kFloat));
     const Chosen::Args of_ids{
         .given = core::address(given),
         .x = core::address(x),
@@ -61,40 +82,47 @@ class Statistics {
         .weight_row = head.weight.stride(0),
         .first_class = int32_t(columns.first),
         .classes = int32_t(columns.classes),
-        .index_words = index_words,
+        .index_words = index.scalar_type() == at::kLong ? 2 : 1,
         .ignore_index = o.ignore_index,
         .scale = float(head.scale)};
     core::launch(op, x.device(), core::choose<Chosen>(x.size(1), of_ids), {uint32_t(rows * ids)}, of_ids);
-    Gemm::Args products{};
-    const uint32_t programs = Products<Gemm>::prepare(op, products, x, head.weight);
-    if (logits.defined()) {
-      constexpr auto& config = Products<Gemm>::kConfig;
-      Products<Gemm>::map(op, "the logits", products.logits, logits, config.TILE_M, config.PUT_N);
-    }
-    products.shares = core::address(shares);
-    products.tiles = int32_t(tiles);
-    products.scale = float(head.scale);
-    products.factor = factor;
-    const auto form = runtime::point_of<Gemm>(0, (logits.defined() ? 2 : 0) + (extras ? 1 : 0));
-    core::launch(op, x.device(), core::choose<Gemm>(x.size(1), products, form), {programs}, products);
+    const bool extras = out.has_extras();
+    const at::Tensor shares = multiply(op, head, row, rows, head.weight, o.temperature, logits, extras);
     Combine::Args all{
         .shares = core::address(shares),
-        .index = core::address(index),
         .given = core::address(given),
         .n = int32_t(n),
-        .tiles = int32_t(tiles),
-        .count = int32_t(ids),
-        .first_class = int32_t(columns.first),
-        .classes = int32_t(columns.classes),
-        .index_words = index_words,
-        .ignore_index = o.ignore_index,
-        .factor = factor,
-        .inverse = float(1 / o.temperature),
-        .softcap = 1,
-        .flags = log_probs::flags_of(out)};
+        .tiles = int32_t(shares.size(1)),
+        .count = int32_t(ids)};
+    log_probs::pass_options(all, index, o, columns, columns.classes);
     log_probs::pass_results(all, out);
     const auto point = runtime::point_of<Combine>(extras ? 1 : 0);
     core::launch(op, x.device(), core::choose<Combine>(x.size(1), all, point), {uint32_t(rows)}, all);
+    return shares;
+  }
+
+  /// Gradients of the logits that multiply() wrote, for the classes from columns.first on. dlogits may be logits.
+  static void differentiate(
+      const char* op, const at::Tensor& dlogits, const log_probs::ResultGradients& upstream, const at::Tensor& logits,
+      const at::Tensor& shares, const at::Tensor& index, const at::Tensor& stats, const at::Tensor& chosen,
+      const log_probs::Options& o, const log_probs::Columns& columns) {
+    using K = kernels::linear_gradients;
+    const int64_t n = logits.size(1);
+    K::Args args{
+        .dlogits = core::address(dlogits),
+        .logits = core::address(logits),
+        .shares = core::address(shares),
+        .n = int32_t(n),
+        .tiles = int32_t(shares.size(1)),
+        .count = int32_t(index.size(1)),
+        .dlogits_row = dlogits.stride(0),
+        .logits_row = logits.stride(0)};
+    log_probs::pass_options(args, index, o, columns, columns.classes);
+    log_probs::pass_gradients(args, upstream, stats, chosen);
+    const auto choice = core::choose<K>(n, args);
+    const uint32_t spans =
+        core::programs_for(core::columns_end(choice.config, n, kMostSkew), choice.config.BLOCK_N);
+    core::launch(op, logits.device(), choice, {uint32_t(logits.size(0)) * spans}, args);
   }
 
  private:

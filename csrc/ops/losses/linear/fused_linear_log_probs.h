@@ -194,7 +194,8 @@ inline Plan backward_plan(
   }
   const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
   const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
-  return divide_classes(op, tokens, classes, each, sums, memory_budget.value_or(usual));
+  const double per_logit = double(each) + (by_gemm ? Statistics::bytes_per_logit() : 0);
+  return divide_classes(op, tokens, classes, per_logit, sums, memory_budget.value_or(usual));
 }
 
 /// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats. Of a

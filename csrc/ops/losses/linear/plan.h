@@ -61,11 +61,11 @@ constexpr int64_t kMostRoundings = 5;
 /// of d input over classes do not fit.
 /// per_logit: bytes for each token and class. sums: bytes for each token.
 inline Plan divide_classes(
-    const char* op, int64_t tokens, int64_t classes, int64_t per_logit, int64_t sums, int64_t budget) {
+    const char* op, int64_t tokens, int64_t classes, double per_logit, int64_t sums, int64_t budget) {
   // Fewer classes make the sums over classes slow: each GEMM reads and writes them.
   constexpr int64_t kFewClasses = 4096, kTile = 256, kRows = 64;
   Plan plan;
-  const int64_t least = sums + per_logit * std::min<int64_t>(classes, kRows) + 16;
+  const int64_t least = sums + int64_t(per_logit * double(std::min<int64_t>(classes, kRows))) + 16;
   LIGER_CHECK(
       budget >= least || tokens == 0, op, "memory_budget", c10::str("be at least ", least, " bytes for one token"),
       budget);
@@ -74,7 +74,9 @@ inline Plan divide_classes(
     plan.chunk = std::max<int64_t>(1, tokens), plan.chunks = tokens > 0, plan.bytes = 0;
     return plan;
   }
-  auto fitting = [&](int64_t columns) { return (budget - sums) / (sums + per_logit * std::min(classes, columns)); };
+  auto fitting = [&](int64_t columns) {
+    return int64_t(double(budget - sums) / (double(sums) + per_logit * double(std::min(classes, columns))));
+  };
   int64_t most = fitting(kFewClasses);
   if (sums > 0) most = std::min(most, budget * 2 / 5 / sums);
   // As many divisions as d weight may be rounded, if at least a tile of classes fits.
@@ -86,13 +88,13 @@ inline Plan divide_classes(
   plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
   if (plan.chunks > 1 && most > kRows) plan.chunk = std::min(most, (plan.chunk + kRows - 1) / kRows * kRows);
   plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
-  int64_t fit = std::max<int64_t>(1, (budget / plan.chunk - sums) / per_logit);
+  int64_t fit = std::max<int64_t>(1, int64_t(double(budget / plan.chunk - sums) / per_logit));
   if (fit < classes) {
     if (fit > kTile) fit = fit / kTile * kTile;
     const int64_t blocks = (classes + fit - 1) / fit, each = (classes + blocks - 1) / blocks;
     plan.classes = std::min(fit, fit > kTile ? (each + kTile - 1) / kTile * kTile : each);
   }
-  plan.bytes = plan.chunk * (sums + plan.classes * per_logit);
+  plan.bytes = plan.chunk * (sums + int64_t(double(plan.classes) * per_logit));
   return plan;
 }
 

@@ -39,6 +39,10 @@ class Statistics {
     return Products<Gemm>::tiles(classes) * kShare * int64_t(sizeof(float));
   }
 
+  static constexpr double bytes_per_logit() {
+    return double(kShare * int64_t(sizeof(float))) / Products<Gemm>::kConfig.TILE_N;
+  }
+
   /// Of the tokens from `row` on and the classes that w has rows for: what tiles leave, (rows, tiles, SHARE). logits:
   /// (rows, classes) in 16 bits, written relative to that, or undefined.
   static at::Tensor multiply(

@@ -110,7 +110,9 @@ def test_gradients_do_not_round_logits(softcap, dtype, frozen, device):
     target = (given["input"].detach().double() @ given["weight"].double().t()).argmax(-1)
 
     def slope(dtype, function):
-        tensors = [given[name].detach().to(dtype).requires_grad_(given[name].requires_grad) for name in ("input", "weight")]
+        tensors = [
+            given[name].detach().to(dtype).requires_grad_(given[name].requires_grad) for name in ("input", "weight")
+        ]
         function(*tensors).sum().backward()
         return tensors[0].grad.double()
 

@@ -355,8 +355,7 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
     // A budget that is too small for backward is refused here.
     if (into.rows.stats.defined() && !gradients) {
       const int64_t hidden = call.input.size(-1);
-      backward_plan(
-          call.op, tokens, hidden, classes, dtype, call.by_gemm(), {true, true, true}, call.memory_budget);
+      backward_plan(call.op, tokens, hidden, classes, dtype, call.by_gemm(), {true, true, true}, call.memory_budget);
     }
     const int64_t products = gradients + into.of_entropy.defined();
     return forward_plan(call.op, tokens, classes, dtype, products, call.by_gemm(), call.memory_budget);

@@ -35,9 +35,7 @@ class Statistics {
   }
 
   /// Per token: what tiles of classes leave.
-  static int64_t bytes(int64_t classes) {
-    return Products<Gemm>::tiles(classes) * kShare * int64_t(sizeof(float));
-  }
+  static int64_t bytes(int64_t classes) { return Products<Gemm>::tiles(classes) * kShare * int64_t(sizeof(float)); }
 
   static constexpr double bytes_per_logit() {
     return double(kShare * int64_t(sizeof(float))) / Products<Gemm>::kConfig.TILE_N;
@@ -124,8 +122,7 @@ class Statistics {
     log_probs::pass_options(args, index, o, columns, columns.classes);
     log_probs::pass_gradients(args, upstream, stats, chosen);
     const auto choice = core::choose<K>(n, args);
-    const uint32_t spans =
-        core::programs_for(core::columns_end(choice.config, n, kMostSkew), choice.config.BLOCK_N);
+    const uint32_t spans = core::programs_for(core::columns_end(choice.config, n, kMostSkew), choice.config.BLOCK_N);
     core::launch(op, logits.device(), choice, {uint32_t(logits.size(0)) * spans}, args);
   }
 

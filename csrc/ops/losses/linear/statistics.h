@@ -1,8 +1,8 @@
 #pragma once
 
 // Results of log_probs for the logits of a head, and gradients of logits, from the fp32 sums of the GEMM: for results
-// alone, nothing of (tokens, classes) is written, and for gradients 16 bits per logit, relative to the tile's largest. On
-// compute capability 9.0. See liger_ops/kernels/losses/linear_statistics.py. Elsewhere, logits are written in fp32.
+// alone, nothing of (tokens, classes) is written, and for gradients 16 bits per logit, relative to the tile's largest.
+// On compute capability 9.0. See liger_ops/kernels/losses/linear_statistics.py. Elsewhere, logits are written in fp32.
 
 #include "core/rows/rows_in_order.h"
 #include "kernels/linear_statistics.h"

@@ -72,7 +72,7 @@ class Rule:
     ) -> None:
         self.overload = getattr(torch.ops.liger, op).default
         self.layouts, self.reduced, self.gathered = layouts, reduced, gathered
-        self.arguments = self.overload._schema.arguments
+        self.defaults = {a.name: a.default_value for a in self.overload._schema.arguments}
         self.caller = op.lstrip("_").rstrip("_").removesuffix("_fwd").removesuffix("_bwd")
 
     def may_move(self, name: str, spec: Any, given: Placement, wanted: Placement) -> bool:
@@ -83,14 +83,13 @@ class Rule:
         return name in self.gathered and wanted == R and given == Shard(spec.ndim - 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[tuple[list, list]]:
-        bound = {argument.name: argument.default_value for argument in self.arguments}
-        bound |= dict(zip((argument.name for argument in self.arguments), args)) | kwargs
+        bound = self.defaults | dict(zip(self.defaults, args)) | kwargs
         layouts = list(self.layouts(**bound))
         tensors = {name: value for name, value in bound.items() if hasattr(value, "placements")}
         mesh = next(iter(tensors.values())).mesh
         for i in range(mesh.ndim):
             self.check_dimension(i, mesh, tensors, layouts)
-        names = [argument.name for argument in self.arguments[: len(args)]]
+        names = [*self.defaults][: len(args)]
         return [(results, [inputs[name] if name in tensors else None for name in names]) for results, inputs in layouts]
 
     def check_dimension(self, i: int, mesh: Any, tensors: dict[str, Any], layouts: list[Layout]) -> None:
@@ -108,6 +107,9 @@ class Rule:
             fitting = kept
 
 
+RULES: dict[str, Rule] = {}
+
+
 def sharding(
     *ops: str, reduced: tuple[str, ...] = (), gathered: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Iterable[Layout]]], Callable[..., Iterable[Layout]]]:
@@ -119,8 +121,8 @@ def sharding(
 
     def declare(layouts: Callable[..., Iterable[Layout]]) -> Callable[..., Iterable[Layout]]:
         for op in ops:
-            rule = Rule(op, layouts, reduced, gathered)
-            register_sharding(rule.overload)(rule)
+            RULES[op] = Rule(op, layouts, reduced, gathered)
+            register_sharding(RULES[op].overload)(RULES[op])
         return layouts
 
     return declare

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, check_row, randn, spread
+from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, bound, check_row, randn, spread
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from liger_ops import functional as F
+from liger_ops.distributed._sharding import RULES, Layout
 from liger_ops.reference import operators
 from tests.support.calls import ROWS, Row, has_rows, row_of
 from tests.support.pairs import pairs_of
@@ -31,7 +33,7 @@ def is_of_rows(row: Row) -> bool:
     return of_rows and has_rows(row) and row.op not in ("swiglu_linear", "geglu_linear")
 
 
-def add_row(row: Row, where: str, inputs: Placement, **more: Any) -> None:
+def add_row(row: Row, where: str, inputs: Placement | dict[str, Placement], **more: Any) -> None:
     """Of several calls of an operator, each has its number."""
     same = [other for other in ROWS if other.op == row.op]
     number = next((i for i, other in enumerate(same) if other is row), 0)
@@ -50,18 +52,31 @@ for row in filter(is_of_rows, ROWS):
     quick = [*BY_ROWS] if any(row is first for first in FIRST) else ["by sequence"]
     for where, p in BY_ROWS.items():
         add_row(row, where, p, thorough=where not in quick)
+
+
+def layouts_of(op: str, row: Row) -> list[Layout]:
+    """What a rule lists for a call of the row. Backward's other tensors are like the first, and all gradients wanted."""
+    call, rule = bound(row), RULES[op]
+    like_first = SimpleNamespace(ndim=call.tensors[0].ndim, placements=[R])
+    given = {a.name: like_first for a in rule.overload._schema.arguments if "Tensor" in str(a.type) and op != row.op}
+    given |= row.options | dict(zip(call.names, call.tensors))
+    return [*rule.layouts(**rule.defaults | dict(wanted=-1) | given)]
+
+
 for row in FIRST:
+    call, backward = bound(row), RULES.get(f"_{row.op}_bwd")
+    columns = Shard(call.tensors[0].ndim - 1)
     if "conv" in row.op:
         for where in ("replicated", "by batch"):
             add_row(row, where, BY_ROWS[where])
-    if row.op in ("swiglu", "geglu", "relu_squared", "sigmoid_gate", "xielu", "delta_gates", "causal_conv1d"):
-        of_columns = Shard(0) if row.op in ("delta_gates", "causal_conv1d") else R
-        add_row(row, "by columns", Shard(2), parameters=of_columns)
-    # As a column-parallel linear layer's backward returns upstream gradients.
-    reduced = ("rms_norm", "rms_norm_gated", "layer_norm")
-    if row.op in (*reduced, "swiglu", "sigmoid_gate", "swiglu_packed", "relu_squared", "xielu"):
-        wanted = dict(backward={REDUCE: 1}, gradients=R) if row.op in reduced else dict(gradients=SUM)
-        add_row(row, "with a partial upstream gradient", R, upstream=SUM, **wanted)
+    for results, inputs in layouts_of(row.op, row) if row.op in RULES else ():
+        if inputs[call.names[0]] == columns:
+            add_row(row, "by columns", inputs, results=results)
+    if is_of_rows(row) and backward is not None and backward.reduced:
+        # As a column-parallel linear layer's backward returns upstream gradients.
+        linear = any(SUM in inputs.values() for _, inputs in layouts_of(f"_{row.op}_bwd", row))
+        sums = dict(gradients=SUM) if linear else dict(backward=len(call.differentiable(*call.tensors)))
+        add_row(row, "with a partial upstream gradient", R, upstream=SUM, **sums)
 
 # The rows are gathered, and in backward again.
 case(

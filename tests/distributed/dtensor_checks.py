@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.calls import Row
 from tests.support.host.process_group import Cases
-from tests.support.rows import bind
+from tests.support.rows import Bound, bind
 
 R, SUM = Replicate(), Partial("sum")
 GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
@@ -72,13 +72,14 @@ def check(
     given: Given,
     results: Any,
     forward: dict[str, int] | None = None,
-    backward: dict[str, int] | None = None,
+    backward: dict[str, int] | int | None = None,
     upstream: Placement | None = None,
     gradients: Placement | None = None,
     **options: Any,
 ) -> None:
     """results: the placement of all results, or a list of one for each. upstream: that of the upstream gradients, if it is not
-    that of the results. gradients: that of all gradients. Tensors are differentiated if they want it; if none does, all of
+    that of the results. gradients: that of all gradients. forward, backward: the collectives, or the number
+    of those that PyTorch chooses. Tensors are differentiated if they want it; if none does, all of
     floating point but CONSTANTS."""
     if any(isinstance(p, list) for _, p in given.values()):
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -110,7 +111,8 @@ def check(
     shares = [spread(g, mesh, p) for g, p in zip(grads_out, of_grads_out)]
     with CommDebugMode() as backward_mode:
         derived = torch.autograd.grad(found, [ours[name] for name in names], shares)
-    assert collectives(backward_mode) == (backward or {}), collectives(backward_mode)
+    used = collectives(backward_mode)
+    assert (sum(used.values()) if isinstance(backward, int) else used) == (backward or {}), used
     assert gradients is None or {t.placements for t in derived} == {(gradients,)}, [t.placements for t in derived]
     for name, a, b in zip(names, derived, torch.autograd.grad(expected, [plain[n] for n in names], grads_out)):
         torch.testing.assert_close(whole_of(a), b, msg=lambda text, name=name: f"d {name}: {text}")
@@ -124,12 +126,19 @@ def check(
                 torch.testing.assert_close(whole_of(a), b)
 
 
-def check_row(mesh: Any, row: Row, inputs: Placement, parameters: Placement = R, **more: Any) -> None:
-    """The call of a row of calls.py, with one placement of its inputs and one of its parameters."""
-    call = bind(row, batch=5, length=7, dtype=torch.float64)
-    placements = [inputs] * len(row.inputs) + [parameters] * len(row.parameters)
-    given = dict(zip(call.names, zip(call.tensors, placements, strict=True)))
-    check(mesh, lambda **named: call.op(*named.values()), given, **{"results": inputs, **more})
+def bound(row: Row) -> Bound:
+    # Sizes that do not divide by four devices.
+    return bind(row, batch=5, length=7, dtype=torch.float64)
+
+
+def check_row(mesh: Any, row: Row, inputs: Placement | dict[str, Placement], **more: Any) -> None:
+    """The call of a row of calls.py. inputs: one placement for all, beside whole parameters, or one for each tensor."""
+    call = bound(row)
+    if not isinstance(inputs, dict):
+        more = {"results": inputs, **more}
+        inputs = dict.fromkeys(call.names, R) | dict.fromkeys(call.names[: len(row.inputs)], inputs)
+    given = {name: (t, inputs[name]) for name, t in zip(call.names, call.tensors, strict=True)}
+    check(mesh, lambda **named: call.op(*named.values()), given, **more)
 
 
 def gradients_of(function: Callable, *leaves: Tensor) -> list[Tensor]:

@@ -83,8 +83,11 @@ def widths(row: Row) -> Iterator[int]:
         return
     found = set()
     for kernel in kernels_of(row.op):
-        for bound in {c.max_n for c in kernel.configs if c.max_n}:
-            found |= {bound, bound + 1}
+        for config in kernel.configs:
+            if config.max_n:
+                found |= {config.max_n, config.max_n + 1}
+            elif "BLOCK_N" in config.constexprs:  # a second block of columns
+                found.add(config.constexprs["BLOCK_N"] + 1)
     step, most = (2, 2048) if unit == SIZE else (1, MOST.get(row.op, 17_000))
     yield from sorted(n for n in found if 2 * unit < n <= most and n % step == 0)
 
@@ -130,6 +133,22 @@ def check_call(call: Bound, row: Row, run: Callable = of_leaves, change: Change 
     kernel_process.launched.clear()
     ours = run(call, call.tensors, upstream, [change] * count)
     check_as_accurate(row, call, ours, theirs, call.tensors, upstream, "cuda")
+
+
+def with_wide_parameters() -> Iterator:
+    """Of each operator that takes fp32 beside half-precision rows."""
+    for row in {row.op: row for row in reversed(ROWS)}.values():
+        narrow, wide = (bind(row, dtype=torch.bfloat16, wide=wide).tensors for wide in (False, True))
+        if [t.dtype for t in narrow] != [t.dtype for t in wide] and not multiplies_in_fp8(row):
+            yield pytest.param(row, id=NAME_OF[id(row)])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("device", ["interpreted"])
+@pytest.mark.parametrize("row", with_wide_parameters())
+def test_wide_parameters(row, device):
+    check_call(bind(row, batch=2, length=3, dtype=torch.bfloat16, wide=True), row, of_temporaries)
+    assert own_kernels(row) <= kernel_process.kernels_launched()
 
 
 @pytest.mark.parametrize("device", ["interpreted"])

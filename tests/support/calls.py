@@ -6,7 +6,8 @@ B (batch) and S (sequence) vary between calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,29 @@ SIZES = dict(
 SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 # Weights of experts, so that rounding errors of two GEMMs stay near one. Logits are larger, so that softcaps change them.
 SCALED = ("(E, ",)
+
+
+class Dtypes:
+    """Of tensors, as the documentation says: that of the call, that of another argument, or fp32 for arguments of which it says
+    so."""
+
+    def __init__(self, operator: Operator, dtype: torch.dtype, is_wide: Callable[[], bool]) -> None:
+        """is_wide: asked once for arguments that are described together, which have one dtype."""
+        self.described, self.dtype, self.is_wide = described_tensors(operator.base or operator), dtype, is_wide
+        self.wide: dict[int, bool] = {}
+
+    def of(self, name: str) -> torch.dtype:
+        note = self.described[name].note
+        if name == next(iter(self.described)):
+            return self.dtype
+        other = re.search(r"(\w+)'s? dtype", note)
+        base = self.of(other[1]) if other else self.dtype
+        if base.itemsize > 2 or not re.search("(in|or) fp32|any floating dtype", note):
+            return base
+        key = id(self.described[name])
+        if key not in self.wide:
+            self.wide[key] = self.is_wide()
+        return torch.float32 if self.wide[key] else base
 
 
 class Row(NamedTuple):

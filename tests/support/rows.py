@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_ops._accuracy import noise_of, roundings
 from liger_ops.reference import operators
-from tests.support.calls import NAMES, ROWS, Row, RowModule, in_lists, inputs_of, outputs
+from tests.support.calls import NAMES, ROWS, Dtypes, Row, RowModule, in_lists, inputs_of, outputs
 from tests.support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
 
 NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
@@ -44,13 +44,26 @@ class Bound(NamedTuple):
         return [torch.randn_like(result) for result in self.differentiable(*self.tensors)]
 
 
-def bind(row: Row, device: str = "cpu", batch: int = 3, length: int = 5, dtype: torch.dtype = torch.float32) -> Bound:
-    """Every tensor that may require a gradient does."""
+def bind(
+    row: Row,
+    device: str = "cpu",
+    batch: int = 3,
+    length: int = 5,
+    dtype: torch.dtype = torch.float32,
+    wide: bool = False,
+) -> Bound:
+    """Every tensor that may require a gradient does. wide: tensors that may be fp32 beside half-precision rows are."""
     module = RowModule(row)
     given = dict(zip(row.inputs, inputs_of(row, batch, length, requires_grad=True)))
     given |= {name.rpartition(".")[2]: t for name, t in (*module.named_parameters(), *module.named_buffers())}
     names, overwrites = list(given), module.overwrites
-    tensors = [like(t.detach().to(device).requires_grad_(t.requires_grad), dtype) for t in given.values()]
+    dtypes = Dtypes(operators()[row.op], dtype, lambda: wide)
+    tensors = [
+        like(
+            t.detach().to(device).requires_grad_(t.requires_grad), dtypes.of(name.partition("[")[0]) if wide else dtype
+        )
+        for name, t in given.items()
+    ]
 
     def function(op: Callable) -> Callable[..., tuple[Tensor, ...]]:
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:

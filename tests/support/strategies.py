@@ -6,7 +6,6 @@ and dtypes from the docstring (``x: (..., n), weight: (n,) in x's dtype or fp32`
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -19,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.reference import Operator
-from liger_ops.reference._calls import Shapes, described_tensors, fit, kinds_of, random_tensor, shapes_of
+from liger_ops.reference._calls import Shapes, fit, kinds_of, random_tensor, shapes_of
 from tests.support import layouts
-from tests.support.calls import SCALED
-from tests.support.checks import HALF_TYPES
+from tests.support.calls import SCALED, Dtypes
 from tests.support.host.solo_group import solo_group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -125,32 +123,11 @@ def tensor(draw: st.DrawFn, operator: Operator, name: str, shapes: Shapes, shape
     return t.requires_grad_(requires_grad)
 
 
-class Dtypes:
-    """As the documentation says: that of the call, that of another argument, or fp32 for arguments of which it says so."""
-
-    def __init__(self, draw: st.DrawFn, operator: Operator, dtype: torch.dtype) -> None:
-        self.draw, self.described, self.dtype = draw, described_tensors(operator.base or operator), dtype
-        self.wide: dict[int, bool] = {}  # those that are described together have one dtype
-
-    def of(self, name: str) -> torch.dtype:
-        note = self.described[name].note
-        if name == next(iter(self.described)):
-            return self.dtype
-        other = re.search(r"(\w+)'s? dtype", note)
-        base = self.of(other[1]) if other else self.dtype
-        if base not in HALF_TYPES or not re.search("(in|or) fp32|any floating dtype", note):
-            return base
-        key = id(self.described[name])
-        if key not in self.wide:
-            self.wide[key] = self.draw(st.booleans())
-        return torch.float32 if self.wide[key] else base
-
-
 @st.composite
 def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
     """Arguments by name."""
     kinds, parameters = kinds_of(operator), operator.__signature__.parameters
-    dtypes = Dtypes(draw, operator, draw(st.sampled_from(DTYPES)))
+    dtypes = Dtypes(operator, draw(st.sampled_from(DTYPES)), lambda: draw(st.booleans()))
     arguments = {name: option(draw, operator, p) for name, p in parameters.items() if "Tensor" not in kinds[name]}
     given, shapes = given_tensors(draw, operator), draw_shapes(draw, arguments)
     if operator.__name__.startswith("vocab_parallel"):

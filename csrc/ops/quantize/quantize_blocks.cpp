@@ -24,6 +24,7 @@ struct QuantizeBlocks
   template <class Device>
   static std::tuple<Tensor, Tensor> run(bool, const Tensor& x, std::string_view block) {
     LIGER_CHECK(block == "1x128" || block == "128x128", kOp, "block", "be '1x128' or '128x128'", "'", block, "'");
+    core::check_rows(kOp, "x", x);
     const By by = block == "1x128" ? By::rows : By::squares;
     Quantized out = Device::quantize(kOp, {x}, by, {true, false, false});
     at::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());

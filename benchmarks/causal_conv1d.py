@@ -3,7 +3,6 @@
 "causal_conv1d" is the wheel of that name, which takes x as (1, n, tokens) of channel-last memory.
 """
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Host, Op, Relative
@@ -30,12 +29,6 @@ def wheel():
     return lambda x, weight: causal_conv1d_fn(x.transpose(1, 2), weight, activation="silu").transpose(1, 2)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.causal_conv1d
-
-
 NO_SLOWER = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch.compile", "causal_conv1d")))
 HOST = dict.fromkeys(("no-grad", "grad", "fwd+bwd"), Relative(1.1, ("hf",)))
 
@@ -44,7 +37,7 @@ OP = Op(
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"causal_conv1d": wheel, "ours": ours},
+    providers={"causal_conv1d": wheel},
     shapes={
         "quick-cpu": [(1024, 256), (256, 1024)],
         "quick": [(8192, 8192), (65_536, 1024)],

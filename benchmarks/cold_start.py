@@ -1,6 +1,5 @@
 """python -m benchmarks.cold_start OP PROVIDER DEVICE: seconds from the import of a provider to its first finished step."""
 
-import importlib
 import os
 import sys
 import time
@@ -8,14 +7,14 @@ import time
 import torch
 
 from benchmarks.op import Make
-from benchmarks.providers import load
+from benchmarks.providers import load, op_of
 
 
 def main(name: str, provider: str, device: str) -> None:
     if provider == "ours JIT":
         # The same operators without kernel packs.
         os.environ["LIGER_OPS_PACK_DIR"], provider = os.devnull, "ours"
-    op = importlib.import_module(f"benchmarks.{name}").OP
+    op = op_of(name)
     if device not in op.host:
         sys.exit(f"{name} has no shape for host costs on {device}")
     spec = op.host[device]

@@ -1,6 +1,5 @@
 """cross_entropy_(logits: (rows, classes), target: (rows,)): the loss; its gradient overwrites the logits"""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.cross_entropy import formula, inputs, liger_kernel
@@ -20,18 +19,12 @@ def aten():
     return F.cross_entropy
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.cross_entropy_.default
-
-
 OP = Op(
     dims=("rows", "classes"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"torch": aten, "liger-kernel": liger_kernel, "ours": ours},
+    providers={"torch": aten, "liger-kernel": liger_kernel},
     shapes={
         "quick-cpu": [(256, 32000)],
         "quick": [(1024, 32000), (1024, 50257)],

@@ -1,6 +1,5 @@
 """delta_gates(a: (rows, heads, channels), b: (rows, heads), a_log: (heads), dt_bias: (heads, channels))"""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Op
@@ -21,18 +20,11 @@ def formula(a, b, a_log, dt_bias):
     return -a_log.float().exp()[:, None] * F.softplus(a.float() + dt_bias), b.sigmoid()
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.delta_gates.default
-
-
 OP = Op(
     dims=("rows", "heads", "channels"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"ours": ours},
     # Qwen3-Next: 32 heads; Kimi Linear: 32 heads of 128 channels.
     shapes={
         "quick-cpu": [(64, 4, 8), (1024, 32, 1)],

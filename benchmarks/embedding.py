@@ -1,6 +1,5 @@
 """embedding(input: (rows,) indices, weight: (classes, n)) -> (rows, n)"""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.op import Host, Op, Relative
@@ -31,18 +30,12 @@ def liger_kernel():
     return lambda input, weight: LigerEmbeddingFunction.apply(weight, input)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.embedding.default
-
-
 OP = Op(
     dims=("rows", "classes", "n"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"torch": aten, "liger-kernel": liger_kernel, "ours": ours},
+    providers={"torch": aten, "liger-kernel": liger_kernel},
     shapes={
         "quick-cpu": [(16, 1000, 512), (2048, 32000, 512)],
         # Large: on CUDA, few indices take ATen's path.

@@ -1,6 +1,5 @@
 """geglu(gate: (rows, n), up: (rows, n)), with the tanh approximation"""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.gated import gated_op
@@ -16,10 +15,4 @@ def liger_kernel():
     return LigerGELUMulFunction.apply
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.geglu.default
-
-
-OP = gated_op(formula, {"liger-kernel": liger_kernel, "ours": ours}, forward=175, full=480)
+OP = gated_op(formula, {"liger-kernel": liger_kernel}, forward=175, full=480)

@@ -1,15 +1,7 @@
 """geglu inside a compiled MLP"""
 
-import torch
-
-from benchmarks.geglu import formula, ours
+from benchmarks.geglu import formula
 from benchmarks.mlp import mlp_op
+from benchmarks.providers import operator_of
 
-
-def linear():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.geglu_linear.default
-
-
-OP = mlp_op(formula, ours, linear)
+OP = mlp_op(formula, operator_of("geglu"), operator_of("geglu_linear"))

@@ -1,7 +1,5 @@
 """hyper_post(y: (tokens, n), streams: (tokens, 4, n), post: (tokens, 4), comb: (tokens, 4, 4))"""
 
-import torch
-
 from benchmarks.hyper_pre import NO_SLOWER, SHAPES
 from benchmarks.op import Anchor, Op
 
@@ -28,12 +26,6 @@ def formula(y, streams, post, comb):
     return F.hyper_post.reference(y, streams, post, comb)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.hyper_post
-
-
 def liger():
     from liger_kernel.transformers.functional import liger_mhc_post_res
 
@@ -45,7 +37,7 @@ OP = Op(
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"liger-kernel": liger, "ours": ours},
+    providers={"liger-kernel": liger},
     shapes=SHAPES,
     anchors=(Anchor((8192, 4096), "bfloat16", NO_SLOWER),),
 )

@@ -23,15 +23,9 @@ def liger_kernel():
     return lambda input, target: LigerJSDFunction.apply(input, target)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.jsd.default
-
-
 OP = declare(
     targets_read_alone=False,
     inputs=inputs,
     formula=formula,
-    providers={"liger-kernel": liger_kernel, "ours": ours},
+    providers={"liger-kernel": liger_kernel},
 )

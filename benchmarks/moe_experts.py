@@ -110,12 +110,6 @@ def liger_kernel():
     )
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.moe_experts.default
-
-
 # Qwen3-30B-A3B at two lengths, OLMoE, Mixtral.
 MODELS = {
     (16384, 2048, 768, 128, 8): (3200, 9500, 2100),
@@ -132,7 +126,7 @@ OP = Op(
     flops=flops,
     floor="three GEMMs",
     gradients=gradients,
-    providers={"three GEMMs": three_gemms, "liger-kernel": liger_kernel, "ours": ours},
+    providers={"three GEMMs": three_gemms, "liger-kernel": liger_kernel},
     shapes={
         "quick-cpu": [(64, 128, 64, 8, 2)],
         "quick": [(1024, 512, 256, 16, 4), (4096, 2048, 768, 128, 8)],

@@ -59,8 +59,9 @@ class Op:
     # Eager code: the provider "hf", the code that torch.compile compiles, and, with fp64 inputs, the reference.
     formula: Callable[..., Any]
     traffic: Callable[..., tuple[int, int]]  # (element size, *shape) -> fewest bytes moved forward, backward
-    providers: Mapping[str, Callable[[], Callable[..., Any]]]  # name -> function that returns the callable
     shapes: Mapping[str, Sequence[Shape]]  # suite (and "quick-cpu") -> shapes
+    # Name -> function that returns the callable. "ours" is the operator of the file's name, if none is given.
+    providers: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
     anchors: Sequence[Anchor] = ()
     host: Mapping[str, Host] = field(default_factory=dict)  # by device
     constants: frozenset[str] = frozenset()  # inputs that take no gradient

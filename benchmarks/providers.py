@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,11 +41,31 @@ PACKAGES = (
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}
 
 
+def module_of(stem: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{stem}")
+
+
+def operator_of(name: str) -> Callable[[], Callable[..., Any]]:
+    """The provider that is our operator."""
+
+    def load() -> Callable[..., Any]:
+        import liger_ops  # noqa: F401
+
+        return getattr(torch.ops.liger, name).default
+
+    return load
+
+
+def op_of(stem: str) -> Op:
+    """Of a file of this folder."""
+    op = module_of(stem).OP
+    return replace(op, providers={"ours": operator_of(stem), **op.providers})
+
+
 def discover() -> dict[str, Op]:
     """The ops of this folder: every file that defines OP, by its name."""
     stems = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("__"))
-    modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in stems}
-    return {stem: module.OP for stem, module in modules.items() if hasattr(module, "OP")}
+    return {stem: op_of(stem) for stem in stems if hasattr(module_of(stem), "OP")}
 
 
 def is_ours(name: str) -> bool:

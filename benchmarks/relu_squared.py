@@ -1,6 +1,5 @@
 """relu_squared(x: (rows, n))"""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Op
@@ -24,18 +23,12 @@ def liger_kernel():
     return LigerReLUSquaredFunction.apply
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.relu_squared.default
-
-
 OP = Op(
     dims=("rows", "n"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"liger-kernel": liger_kernel, "ours": ours},
+    providers={"liger-kernel": liger_kernel},
     # Intermediate sizes of Nemotron-4 and Minitron.
     shapes={
         "quick-cpu": [(16, 512), (2048, 2816)],

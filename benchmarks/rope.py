@@ -43,18 +43,12 @@ def liger_sm90():
     return lambda q, k, cos, sin: LigerRopeCuteDSLFunction.apply(q.clone(), k.clone(), cos, sin)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.rope.default
-
-
 OP = Op(
     dims=("batch", "sequence", "q_heads", "k_heads", "size"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"liger-kernel": liger_kernel, "liger-sm90": liger_sm90, "ours": ours},
+    providers={"liger-kernel": liger_kernel, "liger-sm90": liger_sm90},
     shapes={
         "quick-cpu": [(1, 16, 8, 2, 64), (1, 512, 16, 4, 128)],
         "quick": [(1, 128, 32, 8, 128), (4, 2048, 32, 8, 128), (1, 4096, 16, 16, 80)],

@@ -3,7 +3,6 @@
 "causal_conv1d" is the wheel of that name for the convolution, and torch for the products around it, as in Lfm2's model.
 """
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks import causal_conv1d
@@ -39,18 +38,12 @@ def wheel():
     return lambda bcx, weight: gated(bcx, weight, causal_conv1d_fn)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.short_conv
-
-
 OP = Op(
     dims=("tokens", "n"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"causal_conv1d": wheel, "ours": ours},
+    providers={"causal_conv1d": wheel},
     shapes={
         "quick-cpu": [(1024, 256), (256, 1024)],
         "quick": [(8192, 2048), (65_536, 1024)],

@@ -17,18 +17,11 @@ def formula(x, gate):
     return x * torch.sigmoid(gate)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.sigmoid_gate.default
-
-
 OP = Op(
     dims=("rows", "n"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"ours": ours},
     # Qwen3-Next's attention: 16 heads of 256.
     shapes={
         "quick-cpu": [(16, 512), (2048, 2816)],

@@ -1,6 +1,5 @@
 """swiglu(gate: (rows, n), up: (rows, n))"""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.gated import gated_op
@@ -22,10 +21,4 @@ def liger_sm90():
     return LigerSiLUMulCuteDSLFunction.apply
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.swiglu.default
-
-
-OP = gated_op(formula, {"liger-kernel": liger_kernel, "liger-sm90": liger_sm90, "ours": ours}, forward=170, full=465)
+OP = gated_op(formula, {"liger-kernel": liger_kernel, "liger-sm90": liger_sm90}, forward=170, full=465)

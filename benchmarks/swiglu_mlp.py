@@ -1,15 +1,7 @@
 """swiglu inside a compiled MLP"""
 
-import torch
-
 from benchmarks.mlp import mlp_op
-from benchmarks.swiglu import formula, ours
+from benchmarks.providers import operator_of
+from benchmarks.swiglu import formula
 
-
-def linear():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.swiglu_linear.default
-
-
-OP = mlp_op(formula, ours, linear)
+OP = mlp_op(formula, operator_of("swiglu"), operator_of("swiglu_linear"))

@@ -1,7 +1,5 @@
 """tvd(input: (rows, classes) probabilities, target: the same)"""
 
-import torch
-
 from benchmarks.divergence import declare, log_probs, wide
 
 
@@ -19,15 +17,9 @@ def liger_kernel():
     return lambda input, target: LigerTVDLossFunction.apply(input, target)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.tvd.default
-
-
 OP = declare(
     targets_read_alone=False,
     inputs=inputs,
     formula=formula,
-    providers={"liger-kernel": liger_kernel, "ours": ours},
+    providers={"liger-kernel": liger_kernel},
 )

@@ -19,18 +19,11 @@ def formula(x, alpha_p, alpha_n):
     return torch.where(x > 0, p * x * x + 0.5 * x, (torch.expm1(x.clamp(max=-1e-6)) - x) * m + 0.5 * x)
 
 
-def ours():
-    import liger_ops  # noqa: F401
-
-    return torch.ops.liger.xielu.default
-
-
 OP = Op(
     dims=("rows", "n"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"ours": ours},
     # Intermediate sizes of Apertus-8B and 70B.
     shapes={
         "quick-cpu": [(16, 512), (2048, 2816)],

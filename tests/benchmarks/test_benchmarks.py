@@ -25,7 +25,6 @@ from benchmarks import (
     pages,
     plots,
     report,
-    swiglu,
     training,
     tune,
 )
@@ -33,7 +32,7 @@ from benchmarks import records as files
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
-from benchmarks.providers import PROVIDERS, discover
+from benchmarks.providers import PROVIDERS, discover, op_of
 from liger_ops.kernels import find
 from tests.support.checks import environment_of_tree, output_of
 from tests.support.host import stub_cuda
@@ -74,7 +73,7 @@ def boom(*_):
 
 
 SMALL = replace(
-    swiglu.OP,
+    op_of("swiglu"),
     shapes={"quick-cpu": [(4, 64)]},
     anchors=(Anchor((4, 64), "float32", {"forward": 1e9}, {"full": 1e9}, device="cpu"),),
     host={"cpu": Host((4, 64), "float32", {"grad": 1e9})},

@@ -54,6 +54,14 @@ def store_tile(base, value, tile, inner_rows, outer_stride, inner_stride, ONE_RO
     tl.store(pointers, value, mask=tile[2])
 
 
+@triton.jit
+def load_parameter(narrow, wide, at, mask):
+    """Of a tensor in the dtype of rows, or in fp32 if `wide` is not null. As a choice of the table that would double it."""
+    is_wide = wide.to(tl.int64) != 0
+    value = tl.load(narrow + at, mask=mask & (is_wide == 0), other=0.0).to(tl.float32)
+    return value + tl.load(wide + at, mask=mask & is_wide, other=0.0)
+
+
 def config(max_n, block_m, block_n, num_warps, aligned=True, one_row=False):
     constexprs = dict(ONE_ROW=int(one_row), BLOCK_M=block_m, BLOCK_N=block_n)
     return Config(max_n, aligned, num_warps, constexprs=constexprs, max_rows=1 if one_row else None)

@@ -19,7 +19,6 @@ def text_of(*patterns: str) -> str:
     return "\n".join(path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern)))
 
 
-README = text_of("README.md")
 CASES = "\n".join(name for module in (dtensor_cases, dtensor_expert_cases, dtensor_loss_cases) for name in module.CASES)
 
 
@@ -27,12 +26,6 @@ def base_of(name: str) -> str:
     """A form stands on pages with the operator that it is a form of."""
     operator = operators()[name]
     return name if operator.base is None else base_of(operator.base.__name__)
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_readme_names_the_operator(name):
-    named = any(f"`{each}`" in README for each in (name, base_of(name)))
-    assert named, f"README.md: a row of the table of operators must name {name}"
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -25,8 +25,8 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "activations": Budget(400_000, 0.65),
-    "conv": Budget(2_400_000, 0.93),
+    "activations": Budget(500_000, 0.65),
+    "conv": Budget(2_300_000, 0.93),
     "embedding": Budget(80_000, 0.5),
     "gated": Budget(1_720_000, 0.82),
     "hyper": Budget(990_000, 0.86),

@@ -153,14 +153,11 @@ struct Cpu {
 namespace flags = kernels::constants::xielu;
 
 struct Cuda {
-  /// Passes the numbers, in x's dtype or in fp32.
   template <class Args>
   static void pass(Args& args, const Tensor& x, const Numbers& numbers) {
-    const bool wide = numbers.alpha_p.scalar_type() != x.scalar_type();
-    (wide ? args.wide_p : args.alpha_p) = core::address(numbers.alpha_p);
-    (wide ? args.wide_n : args.alpha_n) = core::address(numbers.alpha_n);
+    core::pass_parameter(args.alpha_p, args.wide_p, numbers.alpha_p, x);
+    core::pass_parameter(args.alpha_n, args.wide_n, numbers.alpha_n, x);
     args.beta = float(numbers.beta), args.eps = float(numbers.eps);
-    args.flags |= wide ? flags::WIDE : 0;
   }
 
   template <class K>

@@ -13,9 +13,8 @@ static_assert(flags::MAX_WIDTH == kMaxWidth);
 /// Sets the arguments that both kernels have.
 template <class Args>
 void pass(const Inputs& in, Args& args) {
-  const bool wide = in.weight.scalar_type() != in.x.scalar_type();
-  (wide ? args.wide_weight : args.weight) = core::address(in.weight);
-  (wide ? args.wide_bias : args.bias) = core::address(in.bias);
+  core::pass_parameter(args.weight, args.wide_weight, in.weight, in.x);
+  core::pass_parameter(args.bias, args.wide_bias, in.bias, in.x);
   args.bcx = core::address(in.x);
   args.sample = core::address(in.samples);
   args.length = int32_t(in.x.size(1));
@@ -23,8 +22,7 @@ void pass(const Inputs& in, Args& args) {
   args.width = int32_t(in.width());
   args.bcx_batch = in.x.stride(0);
   args.bcx_row = in.x.stride(1);
-  args.flags |= (in.bias.defined() ? flags::HAS_BIAS : 0) | (wide ? flags::WIDE_WEIGHT : 0) |
-      (in.samples.defined() ? flags::HAS_SAMPLES : 0);
+  args.flags |= (in.bias.defined() ? flags::HAS_BIAS : 0) | (in.samples.defined() ? flags::HAS_SAMPLES : 0);
 }
 
 template <class K>

@@ -9,24 +9,14 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from ..elements import DTYPES, ONE_ROW, SIZES, config, load_tile, program_tile, store_tile, tile_at
+from ..elements import DTYPES, ONE_ROW, SIZES, config, load_parameter, load_tile, program_tile, store_tile, tile_at
 from ..functions import expm1_less_x, log1p
 from ..rows import strides
 from ..table import Kernel
 
 NEEDS_DX = tl.constexpr(1)
 NEEDS_DALPHA = tl.constexpr(2)
-WIDE = tl.constexpr(4)
 NEAR = tl.constexpr(-0.5)  # above this, a series replaces the exponential
-
-
-@triton.jit
-def load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags):
-    """With WIDE the numbers are in fp32, which is no choice of the table: that would double it."""
-    wide = (flags & WIDE) != 0
-    p = tl.load(alpha_p, mask=not wide, other=0.0).to(tl.float32) + tl.load(wide_p, mask=wide, other=0.0)
-    n = tl.load(alpha_n, mask=not wide, other=0.0).to(tl.float32) + tl.load(wide_n, mask=wide, other=0.0)
-    return p, n
 
 
 @triton.jit
@@ -48,12 +38,12 @@ def below(v, eps):
 @triton.jit
 def xielu_fwd_kernel(
     y, x, alpha_p, alpha_n, wide_p, wide_n,
-    rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, beta, eps, flags,
+    rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, beta, eps,
     ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
     v = load_tile(x, tile, inner_rows, x_outer, x_inner, ONE_ROW, BLOCK_N).to(tl.float32)
-    at_p, at_n = load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags)
+    at_p, at_n = load_parameter(alpha_p, wide_p, 0, True), load_parameter(alpha_n, wide_n, 0, True)
     p, s = softplus(at_p), softplus(at_n)
     gap, rise, _, _ = below(v, eps)
     out = tl.where(v > 0, (p * v + beta) * v, s * gap + beta * rise)
@@ -67,7 +57,7 @@ def xielu_bwd_kernel(
     ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """partial: (2, programs), the gradients of alpha_p and alpha_n."""
-    at_p, at_n = load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags)
+    at_p, at_n = load_parameter(alpha_p, wide_p, 0, True), load_parameter(alpha_n, wide_n, 0, True)
     p, s = softplus(at_p), softplus(at_n)
     sum_p, sum_n = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     tiles = (tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N)).to(tl.int32)
@@ -90,7 +80,7 @@ def xielu_bwd_kernel(
 
 NUMBERS = {"alpha_p": "*A", "alpha_n": "*A", "wide_p": "*fp32", "wide_n": "*fp32"}
 CHOICES = [{**choice, "A": choice["X"]} for choice in DTYPES]
-OPTIONS = {"beta": "fp32", "eps": "fp32", "flags": "i32"}
+OPTIONS = {"beta": "fp32", "eps": "fp32"}
 # Without the configs for narrow strided rows, which an activation seldom has.
 CONFIGS = [ONE_ROW, config(None, 1, 1024, 4), config(None, 1, 1024, 4, aligned=False)]
 PROGRAMS_PER_SM = 4
@@ -107,6 +97,7 @@ KERNELS = [
         function=xielu_bwd_kernel,
         args={
             "dx": "*X", "partial": "*fp32", "dy": "*X", "x": "*X", **NUMBERS, **SIZES, **strides("dx", "dy", "x"), **OPTIONS,
+            "flags": "i32",
         },
         aligned=["dx", "dy", "x", "n", *strides("dx", "dy", "x")],
         axes={"dtype": CHOICES},

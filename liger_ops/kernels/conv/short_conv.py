@@ -14,13 +14,11 @@ WIDTH is the width rounded up. MASKED = 0: it is the width, and there are no sam
 import triton
 import triton.language as tl
 
-from ..elements import DTYPES
+from ..elements import DTYPES, load_parameter
 from ..table import HALVES, Config, Kernel
 from .causal_conv1d import convolved, from_, sample_at, that_counts
 
 HAS_BIAS = tl.constexpr(2)
-# The weight and the bias are fp32, and rows are not.
-WIDE_WEIGHT = tl.constexpr(4)
 HAS_SAMPLES = tl.constexpr(8)
 NEEDS_DX = tl.constexpr(16)
 NEEDS_DWEIGHT = tl.constexpr(32)
@@ -42,22 +40,13 @@ def place(columns, chunks, BLOCK_N: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def parameter(narrow, wide, at, mask, flags):
-    """From the tensor that the weight and the bias are in."""
-    mask = mask & (at >= 0)
-    is_wide = (flags & WIDE_WEIGHT) != 0
-    value = tl.load(narrow + at, mask=mask & (not is_wide), other=0.0).to(tl.float32)
-    return value + tl.load(wide + at, mask=mask & is_wide, other=0.0)
-
-
-@triton.jit
 def parameters(weight, wide_weight, bias, wide_bias, channels, valid, width, flags, WIDTH: tl.constexpr):
     """The weight of the row k steps ago, k < WIDTH, and the bias."""
     w = ()
     for k in tl.static_range(WIDTH):
         at = channels.to(tl.int64) * width + (width - 1 - k)
-        w = w + (parameter(weight, wide_weight, at, valid & (k < width), flags),)
-    return w, parameter(bias, wide_bias, channels, valid & ((flags & HAS_BIAS) != 0), flags)
+        w = w + (load_parameter(weight, wide_weight, at, valid & (k < width)),)
+    return w, load_parameter(bias, wide_bias, channels, valid & ((flags & HAS_BIAS) != 0))
 
 
 @triton.jit

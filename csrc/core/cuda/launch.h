@@ -28,8 +28,8 @@ inline runtime::DType dtype_of(const at::Tensor& t) { return dtype_of(t.scalar_t
 inline const void* address(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline const void* address(const std::optional<at::Tensor>& t) { return t ? address(*t) : nullptr; }
 
-/// Passes a parameter in the dtype of the rows x, or else in fp32, to `load_parameter` of a kernel. Undefined ones leave
-/// both null.
+/// Passes a parameter in the dtype of the rows x, or else in fp32, to `load_parameter` of a kernel. An undefined one
+/// leaves both null.
 inline void pass_parameter(const void*& narrow, const void*& wide, const at::Tensor& t, const at::Tensor& x) {
   if (t.defined()) (t.scalar_type() == x.scalar_type() ? narrow : wide) = address(t);
 }

@@ -111,6 +111,14 @@ inline std::string hint_if_swapped(
   return c10::str("; ", input_name, " and ", weight_name, " may be swapped");
 }
 
+inline void check_finite(const char* op, const char* name, double value) {
+  LIGER_CHECK(std::isfinite(value), op, name, "be finite", value);
+}
+
+inline void check_positive(const char* op, const char* name, std::optional<double> value) {
+  LIGER_CHECK(!value || (*value > 0 && std::isfinite(*value)), op, name, "be positive and finite", *value);
+}
+
 inline void check_eps(const char* op, double eps) {
   LIGER_CHECK(eps >= 0 && eps < std::numeric_limits<double>::infinity(), op, "eps", "be finite and not negative", eps);
 }

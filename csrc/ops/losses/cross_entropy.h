@@ -60,8 +60,8 @@ inline Options parse(
   const auto kind = parse_reduction(op, reduction);
   LIGER_CHECK(
       label_smoothing >= 0 && label_smoothing <= 1, op, "label_smoothing", "be between 0 and 1", label_smoothing);
-  LIGER_CHECK(std::isfinite(lse_square_scale), op, "lse_square_scale", "be finite", lse_square_scale);
-  LIGER_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, "softcap", "be positive and finite", *softcap);
+  check_finite(op, "lse_square_scale", lse_square_scale);
+  check_positive(op, "softcap", softcap);
   return {kind, ignore_index, label_smoothing, lse_square_scale, softcap, parse_vocabulary(op, group, classes, sizes)};
 }
 

@@ -38,8 +38,8 @@ Options check(
       (index.dim() == logits.dim() - 1 || index.dim() == logits.dim()) &&
           index.sym_sizes().slice(0, rows.size()).equals(rows),
       op, "index", c10::str("have shape ", rows, ", or that with one dimension more"), index.sym_sizes());
-  LIGER_CHECK(temperature > 0 && std::isfinite(temperature), op, "temperature", "be positive and finite", temperature);
-  LIGER_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, "softcap", "be positive and finite", *softcap);
+  check_positive(op, "temperature", temperature);
+  check_positive(op, "softcap", softcap);
   return {temperature, ignore_index, softcap};
 }
 

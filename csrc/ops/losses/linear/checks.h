@@ -1,14 +1,16 @@
 #pragma once
 
-// Checks of a linear head's tensors.
+// Checks of the arguments that linear losses share.
 
 #include <ATen/WrapDimUtils.h>
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/checks.h"
 #include "core/split.h"
+#include "ops/losses/linear/gradients.h"
 
 namespace liger::ops::linear {
 
@@ -41,35 +43,105 @@ inline std::optional<int64_t> check_sequence_dim(
   return at::maybe_wrap_dim(*dim, dims);
 }
 
-/// A low-rank addend t b^T of a head's logits: both t and b are given, or none of them. prefix: of the arguments'
-/// names.
-inline void check_low_rank(
-    const char* op, const std::string& prefix, const at::Tensor& input, const at::Tensor& weight,
-    const at::Tensor& low_rank_input, const at::Tensor& low_rank_weight, std::optional<int64_t> sequence_dim) {
-  const std::string t_name = prefix + "low_rank_input", b_name = prefix + "low_rank_weight";
-  LIGER_CHECK(
-      low_rank_input.defined() == low_rank_weight.defined(), op, b_name, "be given if and only if " + t_name + " is",
-      low_rank_weight.defined() ? "a tensor" : "None");
-  if (!low_rank_input.defined()) return;
-  const std::string like = prefix + "input";
-  auto check = [&](const std::string& name, const at::Tensor& t) {
-    core::check_dense(op, name.c_str(), t);
-    core::check_same_device(op, name.c_str(), t, like.c_str(), input);
-    core::check_parameter_dtype(op, name.c_str(), t, like.c_str(), input);
-  };
-  check(t_name, low_rank_input);
-  check(b_name, low_rank_weight);
-  auto rows = [](const at::Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 1); };
-  LIGER_CHECK(
-      low_rank_input.dim() == input.dim() && rows(low_rank_input).equals(rows(input)), op, t_name,
-      c10::str("have the shape of ", prefix, "input, ", input.sym_sizes(), ", except for the last dimension"),
-      low_rank_input.sym_sizes());
-  const auto classes = weight.sym_size(0), ranks = low_rank_input.sym_sizes().back();
-  LIGER_CHECK(
-      low_rank_weight.dim() == 2 && low_rank_weight.sym_size(0) == classes && low_rank_weight.sym_size(1) == ranks, op,
-      b_name, c10::str("have shape [", classes, ", ", ranks, "], the classes and the last dimension of ", t_name),
-      low_rank_weight.sym_sizes());
-  LIGER_CHECK(!sequence_dim, op, t_name, "be None with sequence_dim", "both");
+inline void check_memory_budget(const char* op, std::optional<int64_t> budget) {
+  LIGER_CHECK(!budget || *budget > 0, op, "memory_budget", "be a positive number of bytes", *budget);
 }
+
+/// Checks target (...), or a tensor with a dimension more if `may_have_ids`, for an input (..., H). Along sequence_dim
+/// only the ranks together know the size. Returns the sizes of the tokens.
+inline std::vector<c10::SymInt> check_target(
+    const char* op, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& target,
+    std::optional<int64_t> sequence_dim, bool may_have_ids) {
+  core::check_integers(op, "target", target);
+  core::check_same_device(op, "target", target, "input", input);
+  const int64_t dims = input.dim() - 1;
+  auto tokens = input.sym_sizes().slice(0, dims).vec();
+  const bool fits = target.dim() == dims || (may_have_ids && target.dim() == dims + 1);
+  if (sequence_dim && fits) tokens[*sequence_dim] = target.sym_size(*sequence_dim);
+  LIGER_CHECK(
+      fits && target.sym_sizes().slice(0, dims).equals(tokens), op, "target",
+      c10::str(
+          "have shape ", c10::SymIntArrayRef(tokens),
+          may_have_ids ? ", or that with one dimension more" : ", that of input without its last dimension"),
+      target.sym_sizes(), core::hint_if_swapped("input", input, "weight", weight, target));
+  return tokens;
+}
+
+/// token_weight: one number per token, if defined. like, x: an input and its name. more: ends the rule for its shape.
+inline void check_token_weight(
+    const char* op, const at::Tensor& t, const char* like, const at::Tensor& x, c10::SymIntArrayRef tokens,
+    const char* more = "") {
+  if (!t.defined()) return;
+  core::check_dense(op, "token_weight", t);
+  core::check_same_device(op, "token_weight", t, like, x);
+  LIGER_CHECK(at::isFloatingType(t.scalar_type()), op, "token_weight", "be floating point", t.scalar_type());
+  LIGER_CHECK(
+      t.sym_sizes().equals(tokens), op, "token_weight",
+      c10::str("have shape ", tokens, ", that of ", like, " without its last dimension", more), t.sym_sizes());
+}
+
+/// The tensors of a head. first: the input whose device all of a call have, and its name. swapped: a tensor that the
+/// caller may have swapped with one of them. may_be_narrow: weight and bias may have 16 bits beside an input of 32.
+struct HeadCheck {
+  const char* op;
+  std::string prefix;  // of the arguments' names
+  const HeadTensors& t;
+  const char* first_name;
+  const at::Tensor& first;
+
+  void operator()(const at::Tensor& swapped, std::optional<int64_t> sequence_dim, bool may_be_narrow = false) const {
+    const std::string input = prefix + "input", weight = prefix + "weight";
+    core::check_activation(op, input.c_str(), t.input);
+    core::check_same_device(op, input.c_str(), t.input, first_name, first);
+    check_parameter(weight, t.weight, may_be_narrow);
+    check_weight_shape(op, input.c_str(), t.input, weight.c_str(), t.weight, swapped);
+    if (t.bias.defined()) {
+      check_parameter(prefix + "bias", t.bias, may_be_narrow);
+      check_per_class(op, (prefix + "bias").c_str(), t.bias, t.weight.sym_size(0));
+    }
+    check_low_rank(sequence_dim);
+  }
+
+ private:
+  void check_place(const std::string& name, const at::Tensor& of) const {
+    core::check_dense(op, name.c_str(), of);
+    core::check_same_device(op, name.c_str(), of, first_name, first);
+  }
+
+  void check_parameter(const std::string& name, const at::Tensor& of, bool may_be_narrow) const {
+    check_place(name, of);
+    const auto dtype = t.input.scalar_type();
+    may_be_narrow &= dtype == at::kFloat;
+    LIGER_CHECK(
+        of.scalar_type() == dtype || (may_be_narrow && at::isReducedFloatingType(of.scalar_type())), op, name.c_str(),
+        c10::str("have the dtype of ", prefix, "input, ", dtype, may_be_narrow ? ", or be float16 or bfloat16" : ""),
+        of.scalar_type());
+  }
+
+  /// An addend t b^T of the logits: both t and b are given, or none of them.
+  void check_low_rank(std::optional<int64_t> sequence_dim) const {
+    const at::Tensor &left = t.low_rank_input, &right = t.low_rank_weight;
+    const std::string t_name = prefix + "low_rank_input", b_name = prefix + "low_rank_weight", input = prefix + "input";
+    LIGER_CHECK(
+        left.defined() == right.defined(), op, b_name, "be given if and only if " + t_name + " is",
+        right.defined() ? "a tensor" : "None");
+    if (!left.defined()) return;
+    for (const auto& [name, of] : {std::pair<const std::string&, const at::Tensor&>(t_name, left), {b_name, right}}) {
+      check_place(name, of);
+      core::check_parameter_dtype(op, name.c_str(), of, input.c_str(), t.input);
+    }
+    auto rows = [](const at::Tensor& of) { return of.sym_sizes().slice(0, of.dim() - 1); };
+    LIGER_CHECK(
+        left.dim() == t.input.dim() && rows(left).equals(rows(t.input)), op, t_name,
+        c10::str("have the shape of ", input, ", ", t.input.sym_sizes(), ", except for the last dimension"),
+        left.sym_sizes());
+    const auto classes = t.weight.sym_size(0), ranks = left.sym_sizes().back();
+    LIGER_CHECK(
+        right.dim() == 2 && right.sym_size(0) == classes && right.sym_size(1) == ranks, op, b_name,
+        c10::str("have shape [", classes, ", ", ranks, "], the classes and the last dimension of ", t_name),
+        right.sym_sizes());
+    LIGER_CHECK(!sequence_dim, op, t_name, "be None with sequence_dim", "both");
+  }
+};
 
 }  // namespace liger::ops::linear

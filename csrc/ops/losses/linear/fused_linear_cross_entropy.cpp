@@ -48,52 +48,6 @@ Call check(
     std::optional<int64_t> sequence_dim, const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
   auto o = cross_entropy::parse(
       op, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, group, all_classes, sizes);
-  check_activation(op, "input", input);
-  check_dense(op, "weight", weight);
-  check_same_device(op, "weight", weight, "input", input);
-  LIGER_CHECK(
-      weight.scalar_type() == input.scalar_type(), op, "weight",
-      c10::str("have the dtype of input, ", input.scalar_type()), weight.scalar_type());
-  check_weight_shape(op, "input", input, "weight", weight, target);
-  const auto classes = weight.sym_size(0);
-  check_integers(op, "target", target);
-  check_same_device(op, "target", target, "input", input);
-  // Along sequence_dim only the ranks together know the size.
-  const int64_t token_dims = input.dim() - 1;
-  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, o.vocabulary);
-  std::vector<c10::SymInt> token_sizes = input.sym_sizes().slice(0, token_dims).vec();
-  if (sequence_dim && target.dim() == token_dims) token_sizes[*sequence_dim] = target.sym_size(*sequence_dim);
-  c10::SymIntArrayRef tokens = token_sizes;
-  auto check_tokens = [&](const char* name, const Tensor& t) {
-    LIGER_CHECK(
-        t.sym_sizes().equals(tokens), op, name,
-        c10::str("have shape ", tokens, ", that of input without its last dimension"), t.sym_sizes(),
-        core::hint_if_swapped("input", input, "weight", weight, t));
-  };
-  check_tokens("target", target);
-  auto check_classes = [&](const char* name, const OptionalTensor& t, const c10::SymInt& classes, bool float_too) {
-    if (!t || !t->defined()) return;
-    check_dense(op, name, *t);
-    check_same_device(op, name, *t, "input", input);
-    auto dtype = t->scalar_type(), like = input.scalar_type();
-    LIGER_CHECK(
-        dtype == like || (float_too && dtype == at::kFloat && like != at::kDouble), op, name,
-        c10::str(float_too ? "be float32 or " : "", "have the dtype of input, ", like), dtype);
-    check_per_class(op, name, *t, classes);
-  };
-  check_classes("bias", bias, classes, false);
-  check_classes("ce_weight", ce_weight, o.vocabulary.is_split() ? c10::SymInt(all_classes) : classes, true);
-  if (token_weight && token_weight->defined()) {
-    check_dense(op, "token_weight", *token_weight);
-    check_same_device(op, "token_weight", *token_weight, "input", input);
-    LIGER_CHECK(
-        at::isFloatingType(token_weight->scalar_type()), op, "token_weight", "be floating point",
-        token_weight->scalar_type());
-    check_tokens("token_weight", *token_weight);
-  }
-  LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
-  LIGER_CHECK(
-      !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
   const Call call{
       op,
       input,
@@ -107,8 +61,18 @@ Call check(
       o,
       logits_scale,
       memory_budget,
-      sequence_dim};
-  check_low_rank(op, "", input, weight, call.low_rank_input, call.low_rank_weight, sequence_dim);
+      check_sequence_dim(op, "input", input, sequence_dim, o.vocabulary)};
+  HeadCheck{op, "", call.trained(), "input", input}(target, call.sequence_dim);
+  const auto tokens = check_target(op, input, weight, target, call.sequence_dim, false);
+  if (const Tensor& t = call.ce_weight; t.defined()) {
+    check_dense(op, "ce_weight", t);
+    check_same_device(op, "ce_weight", t, "input", input);
+    check_parameter_dtype(op, "ce_weight", t, "input", input);
+    check_per_class(op, "ce_weight", t, o.vocabulary.is_split() ? c10::SymInt(all_classes) : weight.sym_size(0));
+  }
+  check_token_weight(op, call.token_weight, "input", input, tokens);
+  check_finite(op, "logits_scale", logits_scale);
+  check_memory_budget(op, memory_budget);
   return call;
 }
 

@@ -49,29 +49,10 @@ constexpr const char *kOp = "fused_linear_divergence", *kBackward = "fused_linea
 
 // ---- Checks
 
-void check_model(
-    const char* op, const char* input_name, const char* weight_name, const char* bias_name, const Tensor& input,
-    const Tensor& weight, const Tensor& bias, const Tensor& like, const Tensor& other_input) {
-  check_activation(op, input_name, input);
-  check_same_device(op, input_name, input, "s_input", like);
-  check_dense(op, weight_name, weight);
-  check_same_device(op, weight_name, weight, "s_input", like);
-  LIGER_CHECK(
-      weight.scalar_type() == input.scalar_type(), op, weight_name,
-      c10::str("have the dtype of ", input_name, ", ", input.scalar_type()), weight.scalar_type());
-  check_weight_shape(op, input_name, input, weight_name, weight, other_input);
-  if (!bias.defined()) return;
-  check_dense(op, bias_name, bias);
-  check_same_device(op, bias_name, bias, "s_input", like);
-  LIGER_CHECK(
-      bias.scalar_type() == input.scalar_type(), op, bias_name,
-      c10::str("have the dtype of ", input_name, ", ", input.scalar_type()), bias.scalar_type());
-  check_per_class(op, bias_name, bias, weight.sym_size(0));
-}
-
 void check_arguments(const char* op, const Arguments& a, Options& o) {
-  check_model(op, "s_input", "s_weight", "s_bias", a.s_input, a.s_weight, a.s_bias, a.s_input, a.t_input);
-  check_model(op, "t_input", "t_weight", "t_bias", a.t_input, a.t_weight, a.t_bias, a.s_input, a.s_input);
+  o.sequence_dim = check_sequence_dim(op, "s_input", a.s_input, o.sequence_dim, o.vocabulary);
+  HeadCheck{op, "s_", a.trained(), "s_input", a.s_input}(a.t_input, o.sequence_dim);
+  HeadCheck{op, "t_", a.teacher(), "s_input", a.s_input}(a.s_input, o.sequence_dim);
   const auto local = a.s_input.sym_sizes().slice(0, a.s_input.dim() - 1);
   LIGER_CHECK(
       a.t_input.sym_sizes().slice(0, a.t_input.dim() - 1).equals(local), op, "t_input",
@@ -92,29 +73,18 @@ void check_arguments(const char* op, const Arguments& a, Options& o) {
         a.t_weight.sym_size(0) == classes, op, "t_weight", c10::str("have ", classes, " classes like s_weight"),
         a.t_weight.sym_size(0));
   }
-  o.sequence_dim = check_sequence_dim(op, "s_input", a.s_input, o.sequence_dim, o.vocabulary);
-  check_low_rank(op, "s_", a.s_input, a.s_weight, a.s_low_rank_input, a.s_low_rank_weight, o.sequence_dim);
-  check_low_rank(op, "t_", a.t_input, a.t_weight, a.t_low_rank_input, a.t_low_rank_weight, o.sequence_dim);
   const auto sizes = token_sizes(op, a.s_input, o);
   const c10::SymIntArrayRef tokens = sizes;
   const char* of_ranks = o.sequence_dim ? ", with the positions of all ranks" : "";
-  auto check_tokens = [&](const char* name, const Tensor& t) {
-    check_dense(op, name, t);
-    check_same_device(op, name, t, "s_input", a.s_input);
-    LIGER_CHECK(
-        t.sym_sizes().equals(tokens), op, name,
-        c10::str("have shape ", tokens, ", that of s_input without its last dimension", of_ranks), t.sym_sizes());
-  };
   if (a.mask.defined()) {
-    check_tokens("mask", a.mask);
+    check_dense(op, "mask", a.mask);
+    check_same_device(op, "mask", a.mask, "s_input", a.s_input);
+    LIGER_CHECK(
+        a.mask.sym_sizes().equals(tokens), op, "mask",
+        c10::str("have shape ", tokens, ", that of s_input without its last dimension", of_ranks), a.mask.sym_sizes());
     LIGER_CHECK(a.mask.scalar_type() == at::kBool, op, "mask", "be bool", a.mask.scalar_type());
   }
-  if (a.token_weight.defined()) {
-    check_tokens("token_weight", a.token_weight);
-    LIGER_CHECK(
-        at::isFloatingType(a.token_weight.scalar_type()), op, "token_weight", "be floating point",
-        a.token_weight.scalar_type());
-  }
+  check_token_weight(op, a.token_weight, "s_input", a.s_input, tokens, of_ranks);
 }
 
 Options parse(
@@ -122,17 +92,13 @@ Options parse(
     std::optional<double> t_softcap, c10::string_view reduction, std::optional<int64_t> memory_budget,
     Vocabulary vocabulary, std::optional<int64_t> sequence_dim) {
   LIGER_CHECK(beta >= 0 && beta <= 1, op, "beta", "be between 0 and 1", beta);
-  LIGER_CHECK(temperature > 0 && std::isfinite(temperature), op, "temperature", "be positive and finite", temperature);
-  LIGER_CHECK(std::isfinite(s_scale), op, "s_logits_scale", "be finite", s_scale);
-  LIGER_CHECK(std::isfinite(t_scale), op, "t_logits_scale", "be finite", t_scale);
-  auto check_cap = [&](const char* name, std::optional<double> cap) {
-    LIGER_CHECK(!cap || (*cap > 0 && std::isfinite(*cap)), op, name, "be positive and finite", *cap);
-  };
-  check_cap("s_softcap", s_softcap);
-  check_cap("t_softcap", t_softcap);
+  check_positive(op, "temperature", temperature);
+  check_finite(op, "s_logits_scale", s_scale);
+  check_finite(op, "t_logits_scale", t_scale);
+  check_positive(op, "s_softcap", s_softcap);
+  check_positive(op, "t_softcap", t_softcap);
   const auto kind = parse_reduction(op, reduction);
-  LIGER_CHECK(
-      !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
+  check_memory_budget(op, memory_budget);
   return {beta, temperature,   {s_scale, s_softcap},  {t_scale, t_softcap},
           kind, memory_budget, std::move(vocabulary), sequence_dim};
 }

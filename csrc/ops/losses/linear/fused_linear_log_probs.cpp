@@ -45,41 +45,11 @@ Call check(
     c10::string_view group, int64_t all_classes, ClassSizes sizes, std::optional<int64_t> sequence_dim,
     const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
   Vocabulary vocabulary = core::parse_vocabulary(op, group, all_classes, sizes);
-  check_activation(op, "input", input);
-  const auto dtype = input.scalar_type();
-  auto check_head = [&](const char* name, const Tensor& t) {
-    check_dense(op, name, t);
-    check_same_device(op, name, t, "input", input);
-    const bool narrower = dtype == at::kFloat && at::isReducedFloatingType(t.scalar_type());
-    LIGER_CHECK(
-        t.scalar_type() == dtype || narrower, op, name,
-        c10::str("have the dtype of input, ", dtype, dtype == at::kFloat ? ", or be float16 or bfloat16" : ""),
-        t.scalar_type());
-  };
-  check_head("weight", weight);
-  check_weight_shape(op, "input", input, "weight", weight, target);
-  if (bias && bias->defined()) {
-    check_head("bias", *bias);
-    check_per_class(op, "bias", *bias, weight.sym_size(0));
-  }
-  check_integers(op, "target", target);
-  check_same_device(op, "target", target, "input", input);
-  const int64_t token_dims = input.dim() - 1;
   sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, vocabulary);
-  std::vector<c10::SymInt> tokens = input.sym_sizes().slice(0, token_dims).vec();
-  const bool fits = target.dim() == token_dims || target.dim() == token_dims + 1;
-  // Along sequence_dim only the ranks together know the size.
-  if (sequence_dim && fits) tokens[*sequence_dim] = target.sym_size(*sequence_dim);
-  LIGER_CHECK(
-      fits && target.sym_sizes().slice(0, token_dims).equals(tokens), op, "target",
-      c10::str("have shape ", c10::SymIntArrayRef(tokens), ", or that with one dimension more"), target.sym_sizes(),
-      core::hint_if_swapped("input", input, "weight", weight, target));
-  auto positive = [](double value) { return value > 0 && std::isfinite(value); };
-  LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
-  LIGER_CHECK(!softcap || positive(*softcap), op, "softcap", "be positive and finite", *softcap);
-  LIGER_CHECK(positive(temperature), op, "temperature", "be positive and finite", temperature);
-  LIGER_CHECK(
-      !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
+  check_finite(op, "logits_scale", logits_scale);
+  check_positive(op, "softcap", softcap);
+  check_positive(op, "temperature", temperature);
+  check_memory_budget(op, memory_budget);
   const Call call{
       {logits_scale,
        {temperature, ignore_index, softcap},
@@ -98,7 +68,8 @@ Call check(
       value_or_undefined(bias),
       value_or_undefined(low_rank_input),
       value_or_undefined(low_rank_weight)};
-  check_low_rank(op, "", input, weight, call.low_rank_input, call.low_rank_weight, sequence_dim);
+  HeadCheck{op, "", call.trained(), "input", input}(target, sequence_dim, /*may_be_narrow=*/true);
+  check_target(op, input, weight, target, sequence_dim, true);
   return call;
 }
 

@@ -13,6 +13,7 @@ import doctest
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from ._operator import SCHEMA_TYPES, Operator
 
@@ -57,6 +58,7 @@ def _described(sentence: str, tensors: re.Pattern[str]) -> dict[str, Described]:
     return found
 
 
+@cache
 def documentation(operator: Operator) -> Documentation:
     doc, tensors = inspect.cleandoc(operator.__doc__ or ""), _tensors(operator)
     summary, *paragraphs = (re.sub(r"\s+", " ", p) for p in doc.partition(">>> ")[0].strip().split("\n\n"))

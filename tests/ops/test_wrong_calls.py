@@ -11,10 +11,19 @@ import liger_ops.kernels as tables
 from liger_ops.aot.codegen import operators_of
 from liger_ops.reference import operators
 from liger_ops.reference._calls import SIZES, Shapes, shapes_of
-from tests.support.operator_calls import arguments_of, backward, differentiable
-from tests.support.wrong_calls import HUGE, Wrong, complaint, described, dimensions, outcomes, right_calls, wrong_calls
+from tests.support.operator_calls import arguments_of, backward, differentiable, public_call
+from tests.support.wrong_calls import (
+    HUGE,
+    Wrong,
+    complaint,
+    described,
+    dimensions,
+    operators_to_call,
+    outcomes,
+    wrong_calls,
+)
 
-OPERATORS = sorted(right_calls())
+OPERATORS = operators_to_call()
 LINEAR_LOSSES = [op for op in OPERATORS if any(a.name == "memory_budget" for a in arguments_of(op))]
 
 
@@ -46,7 +55,7 @@ def in_wide_rows(op: str) -> dict:
             return t
         return t.repeat(1, 16).bfloat16() if dimensions(described(op)[name].shapes)[-1] in ("n", "m") else t.bfloat16()
 
-    return {name: widened(name, t) for name, t in right_calls()[op].items()}
+    return {name: widened(name, t) for name, t in public_call(op).items()}
 
 
 @pytest.mark.thorough
@@ -56,7 +65,7 @@ def in_wide_rows(op: str) -> dict:
 def test_a_memory_budget_that_forward_takes_is_enough_for_backward(op, learned, device):
     reductions = ("mean", "none") if "reduction" in operators()[op].choices else (None,)
     taken = 0
-    for call, reduction in ((call, r) for call in (right_calls()[op], in_wide_rows(op)) for r in reductions):
+    for call, reduction in ((call, r) for call in (public_call(op), in_wide_rows(op)) for r in reductions):
         for budget in sorted({int(1.25**k) for k in range(50)}):
             given = differentiable(op, call | dict(memory_budget=budget), device)
             given |= {} if reduction is None else dict(reduction=reduction)
@@ -87,7 +96,7 @@ def test_rows_that_no_kernel_can_count_are_refused_on_the_meta_device(op, rows, 
     first, *_ = described(op)
     last = dimensions(described(op)[first].shapes)[-1]
     shapes = Shapes(lambda letter: columns if letter == last else SIZES[letter], lambda: [rows], lambda texts: texts[0])
-    dtypes = {name: t.dtype for name, t in right_calls()[op].items() if isinstance(t, Tensor)}
+    dtypes = {name: t.dtype for name, t in public_call(op).items() if isinstance(t, Tensor)}
     given = {
         name: torch.empty(shape, dtype=dtypes[name], device="meta")
         for name, shape in shapes_of(operators()[op], shapes, ()).items()

@@ -36,16 +36,17 @@ def single(t: Tensor) -> Tensor:
     return t.detach().clamp(min=0) if t.dtype == torch.int64 else t.detach().to(SINGLE.get(t.dtype, t.dtype))
 
 
+def public_call(op: str) -> dict[str, Any]:
+    """A call of a public operator with all of its tensor arguments."""
+    operator = operators()[op]
+    values = {name: value for name, value in OPTIONS.items() if name in operator.types}
+    given = _calls.optional_tensors(operator, values)
+    made = _calls.call(operator, given, values, SIZES.__getitem__, [ROWS])
+    return tree_map_only(Tensor, single, made)
+
+
 def public_calls() -> dict[str, dict[str, Any]]:
-    """A call of each public operator with all of its tensor arguments."""
-
-    def of(operator: Any) -> dict[str, Any]:
-        values = {name: value for name, value in OPTIONS.items() if name in operator.types}
-        given = _calls.optional_tensors(operator, values)
-        made = _calls.call(operator, given, values, SIZES.__getitem__, [ROWS])
-        return tree_map_only(Tensor, single, made)
-
-    return {name: of(operator) for name, operator in operators().items() if not operator.alias_of}
+    return {name: public_call(name) for name, operator in operators().items() if not operator.alias_of}
 
 
 def product_calls() -> dict[str, dict[str, Any]]:

@@ -35,6 +35,7 @@ from tests.support.operator_calls import (
     backward,
     is_differentiable,
     product_calls,
+    public_call,
     public_calls,
 )
 
@@ -86,16 +87,16 @@ WITH: dict[str, Callable[[Arguments], Arguments]] = {
 }
 
 
-def right_calls() -> dict[str, Arguments]:
-    """Right ones of the public operators, and of the private ones that Python calls with lists of its own."""
+def operators_to_call() -> list[str]:
+    """The public operators, and the private ones that Python calls with lists of its own."""
     lists = {op for op in OPERATORS if any(str(a.type) in ("List[int]", "List[float]") for a in arguments_of(op))}
-    return public_calls() | {op: call for op, call in product_calls().items() if op in lists and "_bwd" not in op}
+    return sorted([*public_calls(), *(op for op in product_calls() if op in lists and "_bwd" not in op)])
 
 
 def right_call(op: str, argument: str) -> Arguments:
     """In which the argument has a value, if it is a tensor or a list."""
     torch.manual_seed(0)
-    call = right_calls()[op]
+    call = public_call(op) if op in operators() else product_calls()[op]
     return WITH[argument](call) if argument in WITH else call
 
 

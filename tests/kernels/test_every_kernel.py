@@ -81,8 +81,11 @@ def widths(row: Row) -> Iterator[int]:
     yield unit
     if is_fixed(row):
         return
+    kernels, base = kernels_of(row.op), operators()[row.op].base
+    stem = base.__name__ if base else row.op
+    # Kernels of another operator have its widths there.
     found = set()
-    for kernel in kernels_of(row.op):
+    for kernel in [k for k in kernels if k.name.startswith(stem)] or kernels:
         for config in kernel.configs:
             if config.max_n:
                 found |= {config.max_n, config.max_n + 1}

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.calls import ROWS, RowModule, inputs_of, outputs
-from tests.support.rows import in_tiers
+from tests.support.rows import PLAIN, in_tiers
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def close(mine, theirs) -> None:
         torch.testing.assert_close(a, b)
 
 
-@in_tiers(one_of=4)
+@in_tiers(PLAIN, one_of=4)
 def test_gradients_of_every_operator(row, device):
     module, inputs = RowModule(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
     wanted = backward(module, inputs)

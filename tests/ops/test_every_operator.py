@@ -37,6 +37,9 @@ from tests.support.checks import (
 from tests.support.layouts import SIZE_ONE, layouts_of
 from tests.support.operator_calls import OPERATORS, PUBLIC, copied, differentiable, samples
 from tests.support.rows import (
+    FIRST,
+    NAME_OF,
+    PLAIN,
     Bound,
     bind,
     check_as_accurate,
@@ -67,9 +70,18 @@ def with_learned(call: Bound, which: str) -> list[Tensor]:
     return [t.detach().requires_grad_(t.requires_grad and any(t is w for w in wanted)) for t in call.tensors]
 
 
-@in_tiers()
 @pytest.mark.parametrize(
-    "learned", ["all", *(pytest.param(some, marks=pytest.mark.thorough) for some in ("none", "first"))]
+    "row, learned",
+    [
+        pytest.param(row, learned, id=f"{NAME_OF[id(row)]}-{learned}", marks=marks)
+        for row in ROWS
+        for learned, marks in (
+            ("all", [] if row in FIRST else pytest.mark.thorough),
+            ("none", pytest.mark.thorough),
+            ("first", pytest.mark.thorough),
+        )
+        if learned == "all" or row in PLAIN
+    ],
 )
 def test_opcheck(row, learned, device):
     bound = bind(row, device)
@@ -370,7 +382,7 @@ def new_cache():
     torch._dynamo.reset()
 
 
-@in_tiers()
+@in_tiers(PLAIN)
 @pytest.mark.usefixtures("new_cache")
 def test_compile_makes_one_graph_for_all_sizes(row, device):
     # No size is also one of the row's own, so that torch.compile does not take them for the same.

@@ -13,6 +13,9 @@ from tests.support.calls import NAMES, ROWS, Dtypes, Row, RowModule, in_lists, i
 from tests.support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
 
 NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
+FIRST = list({row.op: row for row in reversed(ROWS)}.values())
+# For tests of graphs, of which an operator is one node whatever its options are: with all tensors, and without optional ones.
+PLAIN = [row for row in ROWS if not row.options or any(row is first for first in FIRST)]
 each_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 
 

@@ -82,17 +82,18 @@ def widths(row: Row) -> Iterator[int]:
     if is_fixed(row):
         return
     kernels, base = kernels_of(row.op), operators()[row.op].base
-    stem = base.__name__ if base else row.op
-    # Kernels of another operator have its widths there.
+    own = [k for k in kernels if k.name.startswith(base.__name__ if base else row.op)]
     found = set()
-    for kernel in [k for k in kernels if k.name.startswith(stem)] or kernels:
+    for kernel in own or kernels:
         for config in kernel.configs:
             if config.max_n:
                 found |= {config.max_n, config.max_n + 1}
             elif "BLOCK_N" in config.constexprs:  # a second block of columns
                 found.add(config.constexprs["BLOCK_N"] + 1)
     step, most = (2, 2048) if unit == SIZE else (1, MOST.get(row.op, 17_000))
-    yield from sorted(n for n in found if 2 * unit < n <= most and n % step == 0)
+    found = {n for n in found if 2 * unit < n <= most and n % step == 0}
+    # The operator whose name the kernels have runs at all widths.
+    yield from sorted(n for n in found if n < NARROW or n == max(found) or (own and not base))
 
 
 def scaled(row: Row, n: int) -> Row:

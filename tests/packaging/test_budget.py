@@ -25,7 +25,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "activations": Budget(500_000, 0.65),
+    "activations": Budget(800_000, 0.65),
     "conv": Budget(2_300_000, 0.93),
     "embedding": Budget(80_000, 0.5),
     "gated": Budget(1_720_000, 0.82),

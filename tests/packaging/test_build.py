@@ -256,18 +256,20 @@ def test_every_argument_has_its_offset_asserted(name):
 
 CHOOSE = """
 #include <cstdio>
+#include <initializer_list>
 {includes}
 using namespace liger;
 using runtime::DType;
+using Longs = std::initializer_list<long>;
 template <class K, class... Points>
-void choose(Points... points) {{
+void choose(Longs widths, Longs counts, Points... points) {{
   const auto point = runtime::point_of<K>(points...);
   bool always_aligned = true;
   for (const auto& c : K::configs) always_aligned = always_aligned && c.aligned;
   for (bool aligned : {{true, false}}) {{
     if (always_aligned && !aligned) continue;
-    for (long n : {{{widths}}}) {{
-      for (long rows : {{{rows}}}) {{
+    for (long n : widths) {{
+      for (long rows : counts) {{
         const auto& config = runtime::first_fit<K>(n, aligned, point, rows);
         std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, point));
       }}
@@ -302,26 +304,33 @@ def printed_by(code, folder):
 
 @pytest.mark.thorough
 def test_cpp_and_python_choose_the_same_variant(tmp_path):
-    """Both languages choose configs: every axis point of every table, on both sides of every width limit."""
+    """Both languages choose configs: every axis point of every table, on both sides of its limits."""
     everything = tables.kernels()
-    widths, rows = (
-        sorted({1, 1 << 40} | {b + d for b in bounds if b is not None for d in (0, 1)})
-        for bounds in zip(*((c.max_n, c.max_rows) for k in everything for c in k.configs))
-    )
+
+    def around(bounds):
+        return sorted({1, 1 << 40} | {b + d for b in bounds if b is not None for d in (0, 1)})
+
+    def longs(values):
+        return f"{{{', '.join(f'{n}L' for n in values)}}}"
+
+    limits = {
+        k.name: [around(bounds) for bounds in zip(*((c.max_n, c.max_rows) for c in k.configs))] for k in everything
+    }
     calls = [
-        f"  choose<kernels::{k.name}>({', '.join(points)});" for k in everything for points in point_expressions(k)
+        f"  choose<kernels::{k.name}>({', '.join([*(longs(values) for values in limits[k.name]), *points])});"
+        for k in everything
+        for points in point_expressions(k)
     ]
     headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
-    numbers = {name: ", ".join(f"{n}L" for n in values) for name, values in (("widths", widths), ("rows", rows))}
-    chosen = printed_by(CHOOSE.format(includes=headers, **numbers, calls="\n".join(calls)), tmp_path).splitlines()
+    chosen = printed_by(CHOOSE.format(includes=headers, calls="\n".join(calls)), tmp_path).splitlines()
     expected = [
         f"{k.name} {k.pick(point, width, aligned, count).index}"
         for k in everything
         for point in k.axis_points
         for aligned in (True, False)
         if aligned or not all(c.aligned for c in k.configs)
-        for width in widths
-        for count in rows
+        for width in limits[k.name][0]
+        for count in limits[k.name][1]
     ]
     # Not `==` of the lists: pytest would print a million lines.
     assert next((both for both in zip(chosen, expected) if both[0] != both[1]), None) is None

@@ -55,13 +55,17 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names, cases if len(names) > 1 else [case[0] for case in cases], ids=ids)
 
 
-def kernels_in_tiers() -> pytest.MarkDecorator:
-    """`parametrize` over the names of all kernels. Those after the first of a family are thorough: each compiles, or starts, the
+def kernels_in_tiers(one_per_file: bool = False) -> pytest.MarkDecorator:
+    """`parametrize` over the names of kernels. Those after the first of a family are thorough: each compiles, or starts, the
     same way."""
     import liger_ops.kernels as tables
 
-    families, names = set(), []
+    families, names, files = set(), [], set()
     for kernel in tables.kernels():
+        file = kernel.function.fn.__module__
+        if one_per_file and file in files:
+            continue
+        files.add(file)
         family = kernel.function.fn.__module__.split(".")[-2]
         names.append(pytest.param(kernel.name, marks=[pytest.mark.thorough] * (family in families)))
         families.add(family)

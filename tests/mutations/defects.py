@@ -524,6 +524,21 @@ FP8_HYBRID_ADAPTERS = [
         "kernels/test_every_kernel.py -k short_conv",
     ),
     Defect(
+        "log-probs-round-logits-for-gradients", "csrc/ops/losses/linear/fused_linear_log_probs.h",
+        "return by_gemm ? own() : compute_type(head.x());", "return own();",
+        "ops/losses/test_fused_linear_log_probs.py",
+    ),
+    Defect(
+        "kernel-gradients-forget-the-tiles-largest", "liger_ops/kernels/losses/log_probs.py",
+        "x += tl.load(peaks + (cols - skew) // TILE * SHARE, mask=mask, other=other)", "x += 0",
+        "kernels/test_statistics_kernels.py",
+    ),
+    Defect(
+        "kernel-parameters-are-never-wide", "liger_ops/kernels/elements.py",
+        "is_wide = wide.to(tl.int64) != 0", "is_wide = wide.to(tl.int64) == 0",
+        "kernels/test_every_kernel.py -k wide_parameters", thorough=True,
+    ),
+    Defect(
         "kernel-xielu-slope-ignores-the-bound", "liger_ops/kernels/activations/xielu.py",
         "tl.where(v > eps, -1.0, rise), ", "rise, ",
         "kernels/test_every_kernel.py -k xielu",

@@ -51,6 +51,7 @@ class Operator(Protocol[P, R]):
     choices: Mapping[str, tuple[str, ...]]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def __hash__(self) -> int: ...
 
 
 _declared: dict[str, Operator] = {}

@@ -16,6 +16,7 @@ from liger_ops.distributed._sharding import RULES, Layout
 from liger_ops.reference import operators
 from tests.support.calls import ROWS, Row, has_rows, row_of
 from tests.support.pairs import pairs_of
+from tests.support.rows import first_of
 
 CASES = DTensorCases()
 case = CASES.case
@@ -47,7 +48,7 @@ CONVOLUTIONS = [
     row_of("causal_conv1d_split", "bias", SPLIT_PARTS),
     row_of("short_conv", "bias"),
 ]
-FIRST = [row for row in {row.op: row for row in reversed(ROWS)}.values() if "conv" not in row.op] + CONVOLUTIONS
+FIRST = [row for row in first_of(ROWS) if "conv" not in row.op] + CONVOLUTIONS
 for row in filter(is_of_rows, ROWS):
     quick = [*BY_ROWS] if any(row is first for first in FIRST) else ["by sequence"]
     for where, p in BY_ROWS.items():

@@ -22,6 +22,7 @@ from tests.support.host import kernel_process
 from tests.support.host.solo_group import SOLO
 from tests.support.kernel_calls import CASES
 from tests.support.rows import (
+    FIRST,
     NAME_OF,
     Bound,
     Change,
@@ -141,7 +142,7 @@ def check_call(call: Bound, row: Row, run: Callable = of_leaves, change: Change 
 
 def with_wide_parameters() -> Iterator:
     """Of each operator that takes fp32 beside half-precision rows."""
-    for row in {row.op: row for row in reversed(ROWS)}.values():
+    for row in FIRST:
         narrow, wide = (bind(row, dtype=torch.bfloat16, wide=wide).tensors for wide in (False, True))
         if [t.dtype for t in narrow] != [t.dtype for t in wide] and not multiplies_in_fp8(row):
             yield pytest.param(row, id=NAME_OF[id(row)])

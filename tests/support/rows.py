@@ -13,7 +13,14 @@ from tests.support.calls import NAMES, ROWS, Dtypes, Row, RowModule, in_lists, i
 from tests.support.checks import HALF_TYPES, assert_no_worse, gradients, like, wanted_of
 
 NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
-FIRST = list({row.op: row for row in reversed(ROWS)}.values())
+
+
+def first_of(rows: Sequence[Row]) -> list[Row]:
+    """The first of each operator."""
+    return list({row.op: row for row in reversed(rows)}.values())
+
+
+FIRST = first_of(ROWS)
 # For tests of graphs, of which an operator is one node whatever its options are: with all tensors, and without optional ones.
 PLAIN = [row for row in ROWS if not row.options or any(row is first for first in FIRST)]
 each_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
@@ -22,7 +29,7 @@ each_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 def in_tiers(rows: Sequence[Row] = ROWS, one_of: int = 1) -> pytest.MarkDecorator:
     """`parametrize` over rows, for slow tests: the first row of each operator is quick, the others are thorough.
     one_of: more is thorough, only one of so many operators is quick."""
-    first = list({row.op: row for row in reversed(rows)}.values())[::one_of]
+    first = first_of(rows)[::one_of]
     cases = [
         pytest.param(
             row, id=NAME_OF[id(row)], marks=[] if any(row is quick for quick in first) else pytest.mark.thorough

@@ -5,8 +5,8 @@ log_probs.py keeps of a part of a row: the largest v, the sums of powers of two 
 `linear_chosen` computes the v of some classes of each row, and `linear_statistics_combine` puts the tiles together: results, and
 statistics for backward, as log_probs.py has them.
 
-With STORES, `linear_statistics` writes v in 16 bits too, relative to the largest of its row and tile: the probability
-exp(v) is then rounded no more than any 16-bit number, however large v is. `linear_gradients` reads that.
+With STORES, `linear_statistics` writes v in 16 bits too, relative to the largest of its row and tile. However large v is, that
+changes exp(v) by less than 0.08 % of the tile's largest exp(v). `linear_gradients` reads it.
 
 A row's numbers depend on no other row.
 """

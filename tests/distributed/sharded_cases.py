@@ -351,7 +351,6 @@ def gathers(mesh: Any) -> None:
 
 
 @case("compiled whole, by layers", shard=by_layers, thorough=True)
-@case("compiled whole, head alone", shard=head_alone, thorough=True)
 @case("compiled whole, norm_and_head", shard=norm_and_head, thorough=True)
 def compiled_whole(mesh: Any, shard: Callable) -> None:
     """Same loss and gradients, with no more graph breaks than in the unpatched model."""

@@ -16,7 +16,7 @@ from liger_ops.aot.codegen import operators_of
 from liger_ops.kernels.moe import moe_router
 from liger_ops.reference import operators
 from liger_ops.reference._calls import letters_of
-from tests.support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row, multiplies_in_fp8
+from tests.support.calls import ROWS, SIZE, VOCABULARY, WIDTH, Row, multiplies_in_fp8, row_of
 from tests.support.checks import ROOT
 from tests.support.host import kernel_process
 from tests.support.host.solo_group import SOLO
@@ -285,6 +285,7 @@ def test_adapters(kernels, pytestconfig):
 # ---- Classes that are split over processes
 
 SPLIT = [row for row in ROWS if row.options.get("group") == SOLO and "sequence_dim" not in row.options]
+SPLIT.append(row_of("cross_entropy", "weight", dict(group=SOLO, classes=VOCABULARY)))
 CLASSES = 15, VOCABULARY - 15
 
 
@@ -317,7 +318,8 @@ def check_rank(row: Row, rank: int) -> None:
     call, of_rank = (bind(r, batch=2, length=3, dtype=dtype) for r in (row, row._replace(options=split)))
 
     def own(t: Tensor) -> Tensor:
-        if VOCABULARY not in t.shape:
+        of_all = t.dim() == 1 and not t.requires_grad  # weights of classes
+        if VOCABULARY not in t.shape or of_all:
             return t
         part = t.detach().split(CLASSES, t.shape.index(VOCABULARY))[rank]
         return part.clone().requires_grad_(t.requires_grad)

@@ -20,8 +20,8 @@ from tests.support.host import kernel_process
 from tests.support.models.quantised import as_bits
 
 # Columns, dtype, compute capability.
-QUICK = [(200, torch.float32, 90), (1032, torch.bfloat16, 90), (61, torch.float16, 90), (272, torch.float16, 80)]
-THOROUGH = [(n, torch.bfloat16, 90) for n in (2056, 4104, 8200, 16392)] + [(2063, torch.float16, 80)]
+QUICK = [(200, torch.float32, 90), (2056, torch.bfloat16, 90), (61, torch.float16, 90), (272, torch.float16, 80)]
+THOROUGH = [(n, torch.bfloat16, 90) for n in (1032, 4104, 8200, 16392)] + [(2063, torch.float16, 80)]
 
 
 @pytest.mark.parametrize("device", ["interpreted"])

@@ -80,7 +80,7 @@ def with_learned(call: Bound, which: str) -> list[Tensor]:
             ("none", pytest.mark.thorough),
             ("first", pytest.mark.thorough),
         )
-        if learned == "all" or row in PLAIN
+        if learned == "all" or row in FIRST
     ],
 )
 def test_opcheck(row, learned, device):

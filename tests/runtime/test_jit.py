@@ -29,7 +29,7 @@ def compiled(kernel, variant, arch, tmp_path):
 # ---- The hook.
 
 
-@kernels_in_tiers(one_per_file=True)
+@kernels_in_tiers()
 def test_the_hook_reproduces_the_pack(name, tmp_path):
     """Equal bytes, so that tests of one path also cover the other."""
     variants = sample(tables.find(name))

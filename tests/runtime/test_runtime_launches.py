@@ -13,7 +13,6 @@ from liger_ops.aot import pack
 from liger_ops.aot.compile import cubin_parameters
 from tests.support.host import stub_cuda
 from tests.support.host.stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv, sample
-from tests.support.pairs import kernels_in_tiers
 
 KERNEL = "column_sum"
 VARIANT = next(tables.find(KERNEL).variants()).name
@@ -94,26 +93,35 @@ WITH_TENSOR_MAPS = "fused_linear_cross_entropy_exp_logits"
 TYPES = {"i32": ("i", -7), "i64": ("q", -(2**40)), "fp32": ("f", 0.1), "map": ("128s", bytes(range(128)))}
 
 
-def launch_with(kernel, args):
-    launch(kernel, args=bytes.fromhex(args))
-    return calls("cuLaunchKernel")[-1]["args"]
+def launch_each(kernels):
+    found = []
+    for kernel, args in kernels:
+        launch(kernel, args=bytes.fromhex(args))
+        found.append(calls("cuLaunchKernel")[-1]["args"])
+    return found
 
 
-@kernels_in_tiers()
-def test_arguments_are_at_the_offsets_in_the_cubin(name):
+def test_arguments_are_at_the_offsets_in_the_cubin():
     """Checks the offsets that the compiled kernel reads, not only those in the table."""
-    kernel = every_kernel()[name]
-    values = [TYPES.get(kind, ("Q", 2**47 + 16 * i)) for i, (_, kind, *_) in enumerate(kernel.layout)]
+    binaries = {e.name: e.binary for e in pack.read(PACKS / "sm_90.pack")[2]}
+    kernels = every_kernel()
+    values = {
+        name: [TYPES.get(kind, ("Q", 2**47 + 16 * i)) for i, (_, kind, *_) in enumerate(kernel.layout)]
+        for name, kernel in kernels.items()
+    }
     # Native alignment, as in a C++ struct with these members.
-    args = struct.pack("@" + "".join(code for code, _ in values), *(v for _, v in values))
-    received = bytes.fromhex(stub_cuda.run(launch_with, name, args.hex()).value)
-    binary = next(e.binary for e in pack.read(PACKS / "sm_90.pack")[2] if e.name == kernel.variant(0).name)
-    places = cubin_parameters(binary)
-    # With tensor maps, arguments start at another boundary of the constant bank.
-    start = places[0][0]
-    assert start == 0 or kernel.takes_maps
-    for (code, value), (offset, size) in zip(values, places, strict=True):
-        assert received[offset - start : offset - start + size] == struct.pack("<" + code, value)
+    args = {
+        name: struct.pack("@" + "".join(code for code, _ in given), *(v for _, v in given))
+        for name, given in values.items()
+    }
+    received = stub_cuda.run(launch_each, [(name, given.hex()) for name, given in args.items()]).value
+    for name, found in zip(values, map(bytes.fromhex, received), strict=True):
+        places = cubin_parameters(binaries[kernels[name].variant(0).name])
+        # With tensor maps, arguments start at another boundary of the constant bank.
+        start = places[0][0]
+        assert start == 0 or kernels[name].takes_maps, name
+        for (code, value), (offset, size) in zip(values[name], places, strict=True):
+            assert found[offset - start : offset - start + size] == struct.pack("<" + code, value), name
 
 
 def launch_on_each(kernel):

@@ -7,5 +7,5 @@ checks          properties of any function, accuracy, processes; pairs: grids
 families/       what the test files of a family of operators share: inputs, and the comparison with formulas
 oracles/        formulas that do not come from the library
 models/         language models of a few layers, adapters, and what patched models must do
-host/           Triton's interpreter, a driver without a GPU, forked processes and process groups, the C++ example
+host/           Triton's interpreter, a driver without a GPU, forked processes, programs and process groups, the C++ example
 """

@@ -70,7 +70,7 @@ def short(n: int, width: int, length: int, **options: Any) -> None:
 for width in range(2, 9):
     short(24, width, 9, quick=width == 8)
 for n, width, length in ((13, 7, 2), (264, 3, 5), (8, 3, 150)):
-    short(n, width, length, quick=False)
+    short(n, width, length, quick=length == 150)
 short(16, 7, 9, dtype=BF16, change=lambda t: samples(t) or wide_weights(t))
 
 # ---- Losses: ignored rows, int32 targets, rows that several programs share, and that wait for each other
@@ -225,6 +225,7 @@ experts("moe_adapters_add", (1030, 8, 16, 1, 1), BF16, ranks=(8, 4), **ON_HOPPER
 
 # ---- Others
 
+add(row_of("xielu", "", dict(eps=-0.5)), "xielu_fwd xielu_bwd")
 add(row_of("layer_norm", "weight bias", sizes=dict(n=5)), "column_sum", 2, 70, device=(80, 200))
 hyper = row_of("hyper_pre", "", dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3), dict(n=40))
 for kernels, device in (("pieces fwd bwd bwd_logits", (80, 1)), ("fwd_hopper bwd_hopper", (90, 1))):

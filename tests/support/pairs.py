@@ -55,15 +55,15 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names, cases if len(names) > 1 else [case[0] for case in cases], ids=ids)
 
 
-def kernels_in_tiers(one_per_file: bool = False) -> pytest.MarkDecorator:
-    """`parametrize` over the names of kernels. Those after the first of a family are thorough: each compiles, or starts, the
-    same way."""
+def kernels_in_tiers() -> pytest.MarkDecorator:
+    """`parametrize` over the names of kernels, one of each file. Those after the first of a family are thorough: each compiles
+    the same way."""
     import liger_ops.kernels as tables
 
     families, names, files = set(), [], set()
     for kernel in tables.kernels():
         file = kernel.function.fn.__module__
-        if one_per_file and file in files:
+        if file in files:
             continue
         files.add(file)
         family = kernel.function.fn.__module__.split(".")[-2]

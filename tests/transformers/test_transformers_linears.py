@@ -196,12 +196,12 @@ class Others(nn.Module):
 
 
 def test_layers_of_other_kinds():
-    model = Others()
+    model = nn.ModuleDict({"mlp": Others()})
     found = rows_of(apply_liger_kernel(model, fp8="rows"))
     assert found == {
-        "gate": ("", "may choose experts"),
-        "proj": ("fp8_linear, rows", ""),
-        "wrapped": ("", "its forward was replaced"),
+        "mlp.gate": ("", "may choose experts"),
+        "mlp.proj": ("fp8_linear, rows", ""),
+        "mlp.wrapped": ("", "its forward was replaced"),
     }
 
 

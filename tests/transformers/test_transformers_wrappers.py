@@ -61,6 +61,7 @@ def test_other_threads_get_logits():
         others_done.set()
         trainer.join()
     for out in outputs:
+        assert type(out.logits) is torch.Tensor
         assert_same_logits(out.logits, expected.logits, model, ids)
     for loss in (outputs[1].loss, *losses):
         torch.testing.assert_close(loss, expected.loss)

@@ -410,6 +410,7 @@ def accelerate():
     """Prepares triton.language once for each function, instead of for each call, and makes each type and shape once. The
     process must not compile, because triton.language stays prepared."""
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
@@ -446,3 +447,40 @@ def accelerate():
 
     core.block_type.__init__, core.tensor.__init__ = initialize_block, initialize_tensor
     core.tuple.__eq__ = lambda self, other: self is other or equal(self, other)
+    unwrap = core._unwrap_if_constexpr
+    plain = {int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type, core.tensor}
+    core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
+    operands, numbers = TritonSemantic.binary_op_type_checking_impl, {}
+
+    def operands_of_one_type(self, a, b, *options, **named):
+        """A number beside a tensor becomes a tensor once for each type."""
+        divides = options[3:] == (True,)
+        if named or type(a) is not core.tensor or a.dtype.is_ptr() or divides and a.dtype.is_floating():
+            return operands(self, a, b, *options, **named)
+        if type(b) is core.tensor:
+            return (a, b) if a.type.name == b.type.name else operands(self, a, b, *options)
+        key = repr(b), a.type.name, options
+        if key in numbers:
+            return a, numbers[key]
+        found, number = operands(self, a, b, *options)
+        if found is a:
+            numbers[key] = number
+        return found, number
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_blocks(self, a, b):
+        one, two = (t.handle.data.shape if t.type.is_block() else () for t in (a, b))
+        if len(one) != len(two) or not one or any(m != n and 1 not in (m, n) for m, n in zip(one, two)):
+            return broadcast(self, a, b)
+        shape = tuple(map(max, one, two))
+
+        def whole(t):
+            return core.tensor(self.builder.create_broadcast(t.handle, shape), core.block_type(t.dtype, [*shape]))
+
+        return a if one == shape else whole(a), b if two == shape else whole(b)
+
+    TritonSemantic.binary_op_type_checking_impl = operands_of_one_type
+    TritonSemantic.broadcast_impl_value = broadcast_blocks
+    # The check of overflows computes each sum of integers three times.
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)

@@ -140,7 +140,10 @@ def calls_of(operator, model, ids, **arguments):
     """How often a forward runs the operator."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         model(ids, **arguments)
-    return sum(event.count for event in seen.key_averages() if event.key == f"liger::{operator}")
+    # Less work than key_averages(). Each dispatch of one call is an event, inside of the one before.
+    events = seen.profiler.kineto_results.events()
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == f"liger::{operator}")
+    return sum(not any(start < at < end for start, end in spans) for at, _ in spans)
 
 
 @torch.no_grad()

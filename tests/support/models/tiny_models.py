@@ -24,7 +24,7 @@ GATED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **SHARED},
     "olmo_hybrid": DELTA,
-    "lara_mini": DELTA,
+    "lara_mini": {**DELTA, **SHARED},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, **LINEAR},
     "bailing_hybrid": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0, **LINEAR},
     "qwen4_exp_text": {
@@ -86,6 +86,7 @@ TINY: dict[str, dict[str, Any]] = {
     **WITH_CONVOLUTIONS,
     **DEEPSEEK,
     "qwen2_moe": SHARED,
+    "afmoe": {**SHARED, "num_dense_layers": 1},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "apertus": {"hidden_act": "xielu"},

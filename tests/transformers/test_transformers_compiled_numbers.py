@@ -18,6 +18,9 @@ pytestmark = pytest.mark.usefixtures("as_large_models", "fresh_dynamo")
 
 ONE = {"num_hidden_layers": 1}
 ATTENTION = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+COMPRESSED = {
+    "num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"],
+}  # fmt: skip
 
 
 def layers_of(model):
@@ -74,7 +77,14 @@ OF_CLASSES = {
         for scale in (4.0, 2.0)
     ],
     "limits, connections and routers": [
-        of("deepseek_v4", swiglu_limit=limit, routed_scaling_factor=50 * limit, rms_norm_eps=limit, hc_eps=limit / 9)
+        of(
+            "deepseek_v4",
+            swiglu_limit=limit,
+            routed_scaling_factor=50 * limit,
+            rms_norm_eps=limit,
+            hc_eps=limit / 9,
+            **COMPRESSED,
+        )
         for limit in (0.01, 0.02)
     ],
     "limits of experts": [of("gpt_oss", num_local_experts=2, swiglu_limit=limit, **ONE) for limit in (0.2, 7.0)],

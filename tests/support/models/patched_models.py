@@ -141,9 +141,12 @@ def calls_of(operator, model, ids, **arguments):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         model(ids, **arguments)
     # Less work than key_averages(). Each dispatch of one call is an event, inside of the one before.
-    events = seen.profiler.kineto_results.events()
-    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == f"liger::{operator}")
-    return sum(not any(start < at < end for start, end in spans) for at, _ in spans)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == f"liger::{operator}"]
+    count = end = 0
+    for event in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
+        count += event.start_ns() >= end
+        end = max(end, event.start_ns() + event.duration_ns())
+    return count
 
 
 @torch.no_grad()

@@ -43,6 +43,8 @@ def ours(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def providers() -> dict[str, LogProbs]:
     found: dict[str, LogProbs] = {"ours": ours}
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return found
     with suppress(ImportError):
         importlib.import_module("cutlass")  # else it runs other code
         found[PEER] = liger_kernel()

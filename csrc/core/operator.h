@@ -25,7 +25,9 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -41,6 +43,19 @@ namespace liger::core {
 
 template <size_t... I>
 using Positions = std::index_sequence<I...>;
+
+/// Where an argument stands in a schema.
+consteval size_t position(std::string_view schema, std::string_view name) {
+  schema.remove_prefix(schema.find('(') + 1);
+  for (size_t at = 0;; ++at) {
+    if (schema.starts_with("*, ")) schema.remove_prefix(3);
+    const size_t end = std::min(schema.find(", "), schema.find(") ->"));
+    std::string_view argument = schema.substr(0, end);
+    argument = argument.substr(0, argument.find('='));
+    if (argument.substr(argument.rfind(' ') + 1) == name) return at;
+    schema.remove_prefix(end + 2);
+  }
+}
 
 /// Entries of Saves: an argument, or one of what run() returned.
 template <size_t I>

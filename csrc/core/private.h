@@ -7,6 +7,7 @@
 //
 //   kName            its name, which begins with an underscore; a function name() if it is put together
 //   kArguments       the names of its arguments, "dy, x", with defaults if Python calls it: "x, seeds=None"
+//   kPublic          if kArguments has "a...b" or "a...": the schema whose arguments from a to b, or from a on, these are
 //   run<Device>(a...)        checks what a wrong call would read or write beyond a tensor's memory
 //
 // With a third parameter, Overwrites<I...>, there is a second operator, `<name>_`, which writes its first results into
@@ -61,6 +62,26 @@ std::string schema_of(const std::string& name, std::string_view names) {
   (add(written<A>(), std::is_same_v<A, at::Tensor&>), ...);
   TORCH_INTERNAL_ASSERT(names.empty(), name, " has fewer arguments than names, without one: ", names);
   return out + ") -> " + written<R>();
+}
+
+/// kArguments, written out.
+template <class Op>
+std::string names_of() {
+  std::string out = Op::kArguments;
+  if constexpr (requires { Op::kPublic; }) {
+    const c10::FunctionSchema all = torch::schema(Op::kPublic);
+    for (size_t dots; (dots = out.find("...")) != std::string::npos;) {
+      const size_t begin = out.rfind(' ', dots) + 1, end = std::min(out.find(", ", dots), out.size());
+      const auto last = out.substr(dots + 3, end - dots - 3);
+      std::string names;
+      for (int i = *all.argumentIndexWithName(out.substr(begin, dots - begin)); i < int(all.arguments().size()); ++i) {
+        names += (names.empty() ? "" : ", ") + all.arguments()[i].name();
+        if (all.arguments()[i].name() == last) break;
+      }
+      out.replace(begin, end - begin, names);
+    }
+  }
+  return out;
 }
 
 template <class Type>
@@ -128,8 +149,8 @@ struct PrivatePair<Op, R(A...), std::index_sequence<W...>, std::index_sequence<I
   // ---- Registration
 
   static void define(torch::Library& m) {
-    core::define(m, schema_of<R, A...>(Op::name(), Op::kArguments));
-    core::define(m, schema_of<typename Others::type, Argument<I>...>(Op::name() + "_", Op::kArguments));
+    core::define(m, schema_of<R, A...>(Op::name(), names_of<Op>()));
+    core::define(m, schema_of<typename Others::type, Argument<I>...>(Op::name() + "_", names_of<Op>()));
   }
 
   template <class Device>
@@ -183,7 +204,9 @@ struct Private<Op, R(A...), Overwrites<>> {
     return op.call(std::forward<A>(a)...);
   }
 
-  static void define(torch::Library& m) { core::define(m, detail::schema_of<R, A...>(Op::name(), Op::kArguments)); }
+  static void define(torch::Library& m) {
+    core::define(m, detail::schema_of<R, A...>(Op::name(), detail::names_of<Op>()));
+  }
 
   template <class Device>
   static void implement(torch::Library& m) {

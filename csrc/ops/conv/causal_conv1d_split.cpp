@@ -76,9 +76,9 @@ struct Backward
               const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
               int64_t, IntArrayRef, int64_t, c10::string_view, int64_t)> {
   static constexpr const char* kName = "_causal_conv1d_split_bwd";
-  static constexpr const char* kArguments =
-      "dq, dk, dv, dz, x, weight, bias, seq_idx, cu_seqlens, initial_state, wanted, sizes, groups, activation, "
-      "dilation";
+  static constexpr const char *kPublic = schemas::causal_conv1d_split,
+                              *kArguments =
+                                  "dq, dk, dv, dz, x...bias, seq_idx..., wanted, sizes, groups, activation, dilation";
 
   template <class Device>
   static Four run(

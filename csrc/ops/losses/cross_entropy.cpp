@@ -69,10 +69,8 @@ struct Ops {
       : core::Private<
             Forward,
             AllResults(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, bool, O...)> {
-    static constexpr const char* kName = "_cross_entropy_fwd";
-    static constexpr const char* kArguments =
-        "logits, target, weight, totals, metrics, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, "
-        "group, classes, class_sizes";
+    static constexpr const char *kName = "_cross_entropy_fwd", *kPublic = schemas::cross_entropy,
+                                *kArguments = "logits...weight, totals, metrics, reduction...";
 
     template <class Device>
     static AllResults run(
@@ -88,10 +86,8 @@ struct Ops {
                             const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
                             const OptionalTensor&, O...),
                         core::Overwrites<1>> {
-    static constexpr const char* kName = "_cross_entropy_bwd";
-    static constexpr const char* kArguments =
-        "grad, logits, target, weight, stats, totals, reduction, ignore_index, label_smoothing, lse_square_scale, "
-        "softcap, group, classes, class_sizes";
+    static constexpr const char *kName = "_cross_entropy_bwd", *kPublic = schemas::cross_entropy,
+                                *kArguments = "grad, logits...weight, stats, totals, reduction...";
 
     template <class Device>
     static Tensor run(

@@ -126,7 +126,7 @@ struct Divergence
       : core::Private<
             LossAndDivisor,
             std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, O..., bool)> {
-    static constexpr const char* kArguments = Loss::kForwardArguments;
+    static constexpr const char *kPublic = kSchema, *kArguments = "input..., divide";
     static std::string name() { return Divergence::private_name("_fwd"); }
 
     template <class Device>
@@ -155,7 +155,7 @@ struct Divergence
                             const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
                             const OptionalTensor&, O...),
                         core::Overwrites<3>> {
-    static constexpr const char* kArguments = Loss::kBackwardArguments;
+    static constexpr const char *kPublic = kSchema, *kArguments = "grad, divisor, input...";
     static std::string name() { return Divergence::private_name("_bwd"); }
 
     template <class Device>

@@ -9,9 +9,6 @@ namespace {
 // No autocast, as in kl_div.
 struct Jsd {
   static constexpr const char *kOp = "jsd", *kBackward = "jsd backward", *kSchema = schemas::jsd;
-  static constexpr const char* kForwardArguments = "input, target, shift_labels, beta, ignore_index, reduction, divide";
-  static constexpr const char* kBackwardArguments =
-      "grad, divisor, input, target, shift_labels, beta, ignore_index, reduction";
   static constexpr bool kSavesInput = true;
 
   static Options parse(double beta, int64_t ignore_index, c10::string_view reduction) {

@@ -9,10 +9,6 @@ namespace {
 // a copy.
 struct KlDiv {
   static constexpr const char *kOp = "kl_div", *kBackward = "kl_div backward", *kSchema = schemas::kl_div;
-  static constexpr const char* kForwardArguments =
-      "input, target, shift_labels, ignore_index, reduction, log_target, eps, divide";
-  static constexpr const char* kBackwardArguments =
-      "grad, divisor, input, target, shift_labels, ignore_index, reduction, log_target, eps";
   static constexpr bool kSavesInput = false;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction, bool log_target, double eps) {

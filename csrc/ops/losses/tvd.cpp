@@ -8,9 +8,6 @@ namespace {
 // No autocast, as in kl_div.
 struct Tvd {
   static constexpr const char *kOp = "tvd", *kBackward = "tvd backward", *kSchema = schemas::tvd;
-  static constexpr const char* kForwardArguments = "input, target, shift_labels, ignore_index, reduction, divide";
-  static constexpr const char* kBackwardArguments =
-      "grad, divisor, input, target, shift_labels, ignore_index, reduction";
   static constexpr bool kSavesInput = true;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction) {

@@ -6,6 +6,9 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/checks.h"
@@ -13,6 +16,17 @@
 #include "ops/losses/linear/gradients.h"
 
 namespace liger::ops::linear {
+
+/// The types of what an operator's check(op, ...) takes: the first N, which are tensors, and the others.
+template <size_t N, class Check>
+struct Split;
+template <size_t N, class R, class... A>
+struct Split<N, R(const char*, A...)> {
+  template <size_t First, size_t... I>
+  static auto types(std::index_sequence<I...>) -> void (*)(std::tuple_element_t<First + I, std::tuple<A...>>...);
+  using Tensors = std::remove_pointer_t<decltype(types<0>(std::make_index_sequence<N>()))>;
+  using Options = std::remove_pointer_t<decltype(types<N>(std::make_index_sequence<sizeof...(A) - N>()))>;
+};
 
 /// weight: (V, H), in a call with input (..., H). other: a tensor that the caller may have swapped with one of them.
 inline void check_weight_shape(

@@ -83,7 +83,9 @@ using ForwardResults = decltype(copies(Forward().tie()));
 
 constexpr const char* kOp = Wanted().op();
 
-/// The types of the first arguments in the schemas, up to ce_weight, and of the others.
+consteval size_t at(std::string_view argument) { return position(schemas::fused_linear_cross_entropy, argument); }
+
+/// Of the types of arguments, see Split.
 template <class Tensors, class Options>
 struct Ops;
 
@@ -91,11 +93,9 @@ template <class... T, class... O>
 struct Ops<void(T...), void(O...)> {
   /// totals: the divisors of a mean, if they are not those of `target`.
   struct Fwd : core::Private<Fwd, ForwardResults(T..., const OptionalTensor&, O..., int64_t)> {
-    static constexpr const char* kName = "_fused_linear_cross_entropy_fwd";
-    static constexpr const char* kArguments =
-        "input, weight, target, bias, ce_weight, totals, reduction, ignore_index, label_smoothing, lse_square_scale, "
-        "softcap, logits_scale, token_weight, memory_budget, group, classes, class_sizes, sequence_dim, "
-        "low_rank_input, low_rank_weight, wanted";
+    static constexpr const char *kName = "_fused_linear_cross_entropy_fwd",
+                                *kPublic = schemas::fused_linear_cross_entropy,
+                                *kArguments = "input...ce_weight, totals, reduction..., wanted";
 
     template <class Device>
     static ForwardResults run(T... tensors, const OptionalTensor& totals, O... options, int64_t wanted_bits) {
@@ -107,11 +107,9 @@ struct Ops<void(T...), void(O...)> {
 
   struct Bwd
       : core::Private<Bwd, FiveGradients(const Tensor&, T..., const Tensor&, const OptionalTensor&, O..., int64_t)> {
-    static constexpr const char *kOf = kOp, *kName = "_fused_linear_cross_entropy_bwd";
-    static constexpr const char* kArguments =
-        "grad, input, weight, target, bias, ce_weight, stats, totals, reduction, ignore_index, label_smoothing, "
-        "lse_square_scale, softcap, logits_scale, token_weight, memory_budget, group, classes, class_sizes, "
-        "sequence_dim, low_rank_input, low_rank_weight, wanted";
+    static constexpr const char *kOp = fused_linear_cross_entropy::kOp, *kName = "_fused_linear_cross_entropy_bwd",
+                                *kPublic = schemas::fused_linear_cross_entropy,
+                                *kArguments = "grad, input...ce_weight, stats, totals, reduction..., wanted";
 
     template <class Device>
     static FiveGradients run(
@@ -140,11 +138,11 @@ struct Ops<void(T...), void(O...)> {
     static constexpr const char* kSchema = kWanted.metrics ? schemas::fused_linear_cross_entropy_with_metrics
         : kWanted.log_probs                                ? schemas::fused_linear_cross_entropy_with_log_probs
                                                            : schemas::fused_linear_cross_entropy;
-    using Edges = core::Positions<0, 1, 3, 17, 18>;
-    using Constants = core::Positions<4, 11>;
+    using Edges = core::Positions<at("input"), at("weight"), at("bias"), at("low_rank_input"), at("low_rank_weight")>;
+    using Constants = core::Positions<at("ce_weight"), at("token_weight")>;
     using Node = Ops::Node;
     // Casts the arguments that F.linear casts. The loss is fp32 in any case.
-    using Autocast = core::AutocastLinear<0, 1, 3>;
+    using Autocast = core::AutocastLinear<at("input"), at("weight"), at("bias")>;
     // Of all forms.
     using Privates = std::conditional_t<std::is_same_v<R, Loss>, core::Privates<Fwd, Bwd>, core::Privates<>>;
     using Cpu = fused_linear_cross_entropy::Cpu;
@@ -173,12 +171,8 @@ struct Ops<void(T...), void(O...)> {
   };
 };
 
-using Linear =
-    Ops<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&),
-        void(
-            c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
-            std::optional<int64_t>, c10::string_view, int64_t, ClassSizes, std::optional<int64_t>,
-            const OptionalTensor&, const OptionalTensor&)>;
+using Types = linear::Split<at("ce_weight") + 1, decltype(check)>;
+using Linear = Ops<Types::Tensors, Types::Options>;
 
 /// (tokens per chunk, chunks, bytes of workspace, bytes of gradients)
 std::tuple<int64_t, int64_t, int64_t, int64_t> plan(

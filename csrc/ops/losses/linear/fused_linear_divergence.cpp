@@ -148,15 +148,19 @@ Call check(
   return call;
 }
 
-/// The types of the first arguments in the schema, up to t_bias, and of the others.
+consteval size_t at(std::string_view argument) { return core::position(schemas::fused_linear_divergence, argument); }
+
+/// Of the types of arguments, see Split.
 template <class Tensors, class Options>
 struct Ops;
 
 template <class... T, class... O>
 struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>, Two(T..., O...)> {
   static constexpr const char *kOp = fused_linear_divergence::kOp, *kSchema = schemas::fused_linear_divergence;
-  using Edges = core::Positions<0, 1, 4, 21, 22>;
-  using Constants = core::Positions<2, 3, 5, 14, 23, 24>;
+  using Edges =
+      core::Positions<at("s_input"), at("s_weight"), at("s_bias"), at("s_low_rank_input"), at("s_low_rank_weight")>;
+  using Constants = core::Positions<
+      at("t_input"), at("t_weight"), at("t_bias"), at("token_weight"), at("t_low_rank_input"), at("t_low_rank_weight")>;
   // Casts the arguments that F.linear casts. The divergence is fp32 in any case.
   using Autocast = core::AutocastLinear<0, 1, 2, 3, 4, 5>;
   using Cpu = fused_linear_divergence::Cpu;
@@ -165,11 +169,8 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
 
   /// total: what a mean divides by, if it is not the sum of this call's weights.
   struct Fwd : core::Private<Fwd, ForwardResults(T..., const OptionalTensor&, O..., int64_t)> {
-    static constexpr const char* kName = "_fused_linear_divergence_fwd";
-    static constexpr const char* kArguments =
-        "s_input, s_weight, t_input, t_weight, s_bias, t_bias, total, beta, temperature, s_logits_scale, s_softcap, "
-        "t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group, classes, class_sizes, "
-        "sequence_dim, vocab_map, s_low_rank_input, s_low_rank_weight, t_low_rank_input, t_low_rank_weight, wanted";
+    static constexpr const char *kName = "_fused_linear_divergence_fwd", *kPublic = schemas::fused_linear_divergence,
+                                *kArguments = "s_input...t_bias, total, beta..., wanted";
 
     template <class On>
     static ForwardResults run(T... tensors, const OptionalTensor& total, O... options, int64_t wanted) {
@@ -184,12 +185,9 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
   };
 
   struct Bwd : core::Private<Bwd, FiveGradients(const Tensor&, T..., const Tensor&, O..., int64_t)> {
-    static constexpr const char *kOf = kOp, *kName = "_fused_linear_divergence_bwd";
-    static constexpr const char* kArguments =
-        "grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, beta, temperature, s_logits_scale, "
-        "s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group, classes, "
-        "class_sizes, sequence_dim, vocab_map, s_low_rank_input, s_low_rank_weight, t_low_rank_input, "
-        "t_low_rank_weight, wanted";
+    static constexpr const char *kOp = fused_linear_divergence::kOp, *kName = "_fused_linear_divergence_bwd",
+                                *kPublic = schemas::fused_linear_divergence,
+                                *kArguments = "grad, s_input...t_bias, stats, beta..., wanted";
 
     template <class On>
     static FiveGradients run(const Tensor& grad, T... tensors, const Tensor& stats, O... options, int64_t wanted) {
@@ -228,8 +226,8 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
       if (!this->has_gradients || !grad.defined() || grad.dim() == 0) return Base::backward(std::move(grads));
       // Of each token. Forward has computed the gradient of input for incoming gradients of 1.
       auto of_input = [](Tensor t) { return core::variable_list{std::move(t), {}, {}, {}, {}}; };
-      const auto& [group] = std::get<17>(this->kept);
-      const auto& [sequence_dim] = std::get<20>(this->kept);
+      const auto& [group] = std::get<at("group") + 1>(this->kept);
+      const auto& [sequence_dim] = std::get<at("sequence_dim") + 1>(this->kept);
       Tensor gradient = this->take(0);
       if (sequence_dim) {
         const int64_t dim = at::maybe_wrap_dim(*sequence_dim, gradient.dim());
@@ -246,13 +244,8 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
   };
 };
 
-using Linear =
-    Ops<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&),
-        void(
-            double, double, double, std::optional<double>, double, std::optional<double>, const OptionalTensor&,
-            c10::string_view, const OptionalTensor&, std::optional<int64_t>, c10::string_view, int64_t, ClassSizes,
-            std::optional<int64_t>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-            const OptionalTensor&, const OptionalTensor&)>;
+using Types = linear::Split<at("t_bias") + 1, decltype(check)>;
+using Linear = Ops<Types::Tensors, Types::Options>;
 
 }  // namespace
 

@@ -148,26 +148,27 @@ struct Scale : core::Private<
 using Results5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResults = decltype(copies(Forward().tie()));
 
-/// The types of the first arguments in the schema, up to bias, and of the others.
+consteval size_t at(std::string_view argument) { return core::position(schemas::fused_linear_log_probs, argument); }
+/// Among the options of a call.
+consteval size_t option(std::string_view argument) { return at(argument) - at("logits_scale"); }
+
+/// Of the types of arguments, see Split.
 template <class Tensors, class Options>
 struct Ops;
 
 template <class... T, class... O>
 struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>, Results5(T..., O...)> {
   static constexpr const char *kOp = fused_linear_log_probs::kOp, *kSchema = schemas::fused_linear_log_probs;
-  using Edges = core::Positions<0, 1, 3, 18, 19>;
+  using Edges = core::Positions<at("input"), at("weight"), at("bias"), at("low_rank_input"), at("low_rank_weight")>;
   // Casts the arguments that F.linear casts. Results are fp32 in any case.
-  using Autocast = core::AutocastLinear<0, 1, 3>;
+  using Autocast = core::AutocastLinear<at("input"), at("weight"), at("bias")>;
   using Cpu = fused_linear_log_probs::Cpu;
   using Cuda = fused_linear_log_probs::Cuda;
   using Meta = fused_linear_log_probs::Meta;
 
   struct Fwd : core::Private<Fwd, ForwardResults(T..., O..., int64_t)> {
-    static constexpr const char* kName = "_fused_linear_log_probs_fwd";
-    static constexpr const char* kArguments =
-        "input, weight, target, bias, logits_scale, softcap, temperature, ignore_index, entropy, entropy_grad, "
-        "mean_logits, log_sum_sq_probs, is_top1, memory_budget, group, classes, class_sizes, sequence_dim, "
-        "low_rank_input, low_rank_weight, wanted";
+    static constexpr const char *kName = "_fused_linear_log_probs_fwd", *kPublic = schemas::fused_linear_log_probs,
+                                *kArguments = "input..., wanted";
 
     template <class On>
     static ForwardResults run(T... tensors, O... options, int64_t wanted) {
@@ -183,11 +184,9 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
             Bwd,
             FiveGradients(
                 const OptionalTensor&, const OptionalTensor&, T..., const Tensor&, const Tensor&, O..., int64_t)> {
-    static constexpr const char* kName = "_fused_linear_log_probs_bwd";
-    static constexpr const char* kArguments =
-        "grad, grad_entropy, input, weight, target, bias, stats, chosen, logits_scale, softcap, temperature, "
-        "ignore_index, entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget, group, classes, "
-        "class_sizes, sequence_dim, low_rank_input, low_rank_weight, wanted";
+    static constexpr const char *kName = "_fused_linear_log_probs_bwd", *kPublic = schemas::fused_linear_log_probs,
+                                *kArguments =
+                                    "grad, grad_entropy, input...bias, stats, chosen, logits_scale..., wanted";
 
     template <class On>
     static FiveGradients run(
@@ -231,7 +230,7 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
       Forward out;
       out.tie() = results;
       const auto all = std::tie(rest...);
-      const bool entropy = std::get<4>(all), entropy_grad = std::get<5>(all);
+      const bool entropy = std::get<option("entropy")>(all), entropy_grad = std::get<option("entropy_grad")>(all);
       // Saved only if backward reads it.
       const bool recomputes = !out.of_log_probs.defined() || (entropy && !entropy_grad);
       const bool reads_head = recomputes || has_several_ids(input, target);
@@ -239,7 +238,8 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
       this->save(
           if_read(input, recomputes), if_read(weight, reads_head), target, if_read(bias, recomputes),
           if_read(out.rows.stats, reads_head), if_read(out.rows.chosen, reads_head), out.of_log_probs, out.of_entropy,
-          if_read(std::get<14>(all), recomputes), if_read(std::get<15>(all), recomputes));
+          if_read(std::get<option("low_rank_input")>(all), recomputes),
+          if_read(std::get<option("low_rank_weight")>(all), recomputes));
       this->connect(out.rows.log_probs);
       if (entropy) this->connect(out.rows.entropy);
     }
@@ -262,20 +262,17 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
         return {
             Scale::call(
                 this->may_overwrite(of_log_probs, of_log_probs), grad, grad_entropy, of_log_probs, of_entropy, target,
-                weight, stats, chosen, std::get<0>(all), std::get<1>(all), std::get<2>(all), std::get<3>(all),
-                std::get<10>(all), std::get<11>(all), std::get<12>(all)),
+                weight, stats, chosen, std::get<option("logits_scale")>(all), std::get<option("softcap")>(all),
+                std::get<option("temperature")>(all), std::get<option("ignore_index")>(all),
+                std::get<option("group")>(all), std::get<option("classes")>(all), std::get<option("class_sizes")>(all)),
             Tensor(), Tensor(), Tensor(), Tensor()};
       });
     }
   };
 };
 
-using Linear =
-    Ops<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&),
-        void(
-            double, std::optional<double>, double, int64_t, bool, bool, bool, bool, bool, std::optional<int64_t>,
-            c10::string_view, int64_t, ClassSizes, std::optional<int64_t>, const OptionalTensor&,
-            const OptionalTensor&)>;
+using Types = Split<at("bias") + 1, decltype(check)>;
+using Linear = Ops<Types::Tensors, Types::Options>;
 
 }  // namespace
 

@@ -21,14 +21,14 @@ inline at::Tensor as_long_rows(const at::Tensor& t) {
 
 /// If forward has computed the gradients, multiplies them by the incoming gradient, on the device, at no cost if that
 /// is 1; in place if nothing else can see them. Otherwise calls Again, a private operator, with the incoming gradient
-/// and the arguments that the node keeps, of the types Kept. Again::kOf: the public operator.
+/// and the arguments that the node keeps, of the types Kept. Again::kOp: the public operator.
 template <class Self, class Again, class... Kept>
 struct LinearNode : core::BackwardNode<Self, core::kAnyNumber> {
   bool has_gradients = false;
   std::tuple<typename core::Stored<Kept>::type...> kept;  // empty where the argument is a tensor
 
   auto state() { return std::tie(has_gradients, kept); }
-  std::string name() const override { return Again::kOf; }
+  std::string name() const override { return Again::kOp; }
 
   /// gradients: undefined if forward has not computed them. deferred_scale: see defer_scale().
   void keep(const Gradients& gradients, const at::Tensor& deferred_scale, const Kept&... a) {

@@ -7,7 +7,7 @@
 //
 //   kName            its name, which begins with an underscore; a function name() if it is put together
 //   kArguments       the names of its arguments, "dy, x", with defaults if Python calls it: "x, seeds=None"
-//   kPublic          if kArguments has "a...b" or "a...": the schema whose arguments from a to b, or from a on, these are
+//   kPublic          the schema whose arguments from a to b, or from a on, "a...b" and "a..." in kArguments mean
 //   run<Device>(a...)        checks what a wrong call would read or write beyond a tensor's memory
 //
 // With a third parameter, Overwrites<I...>, there is a second operator, `<name>_`, which writes its first results into

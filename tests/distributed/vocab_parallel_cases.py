@@ -29,7 +29,7 @@ RESULTS = {
     2: ("divergence", "entropy"),
     3: ("loss", "log_probs", "entropy"),
     4: ("loss", "z_loss", "token_accuracy", "predicted"),
-    5: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1"),
+    6: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1", "log_sum_exp"),
 }
 LOGITS = ("cross_entropy", "cross_entropy_with_metrics")
 LINEAR = tuple(f"fused_linear_cross_entropy{form}" for form in ("", "_with_metrics", "_with_log_probs"))
@@ -364,7 +364,7 @@ for label, changes in LARGE.items():
 # ---- Log-probabilities
 
 
-FACTS = dict(entropy=True, mean_logits=True, log_sum_sq_probs=True)
+FACTS = dict(entropy=True, mean_logits=True, log_sum_sq_probs=True, log_sum_exp=True)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "facts": dict(more=FACTS | dict(is_top1=True)),

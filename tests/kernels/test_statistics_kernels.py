@@ -102,22 +102,23 @@ def test_gradients(n, ids, of_others, in_place, device):
     stored[:, :n] = logits - shares[:, :, 0].repeat_interleave(TILE_N, 1)[:, :n]
     exact = (logits / temperature).double().requires_grad_()
     logs, counted = exact.log_softmax(1), index != -100
-    g, h = torch.randn(rows, ids) * counted, torch.randn(rows) * counted.any(1)
+    g, (h, s) = torch.randn(rows, ids) * counted, torch.randn(2, rows) * counted.any(1)
     chosen = logits.gather(1, index.clamp_min(0)) * counted
     p = exact.detach().softmax(1)
     if of_others:
         truth = -p.scatter(1, index.clamp_min(0), 0.0) * counted.any(1, True) / temperature
     else:
         entropy = -(logs.exp() * logs).sum(1)
-        (logs.gather(1, index.clamp_min(0)) * g).sum().add((entropy * h).sum()).backward()
+        (logs.gather(1, index.clamp_min(0)) * g).sum().add((entropy * h + exact.logsumexp(1) * s).sum()).backward()
         truth = exact.grad / temperature
     away = exact.detach() - exact.detach().amax(1, True)
     stats = torch.stack([logits.amax(1), away.exp().sum(1).float(), (p * away).sum(1).float()], 1)
-    wanted = flags.OF_OTHERS.value if of_others else flags.OF_LOG_PROBS.value | flags.OF_ENTROPY.value
+    of_results = flags.OF_LOG_PROBS.value | flags.OF_ENTROPY.value | flags.OF_LOG_SUM_EXP.value
+    wanted = flags.OF_OTHERS.value if of_others else of_results
     out = stored if in_place else torch.full_like(stored, float("nan"))
     variant = tables.find("linear_gradients").pick({"X": "bf16"}, n, n % 8 == 0)
     variant.kernel.function[(rows * -(-(n + MOST_SKEW.value) // 4096),)](
-        out, stored, shares, index.view(torch.int32), stats, chosen, g, h, n, shares.shape[1], ids, wide, wide, 0, n, 2, -100,
+        out, stored, shares, index.view(torch.int32), stats, chosen, g, h, s, n, shares.shape[1], ids, wide, wide, 0, n, 2, -100,
         LOG2E / temperature, 1 / temperature, 1.0, wanted, **variant.constexprs,
     )  # fmt: skip
     # Half an ulp of the gradient, and of a logit at the distance where exp(-d) d is largest.

@@ -25,13 +25,13 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "activations": Budget(800_000, 0.65),
+    "activations": Budget(700_000, 0.65),
     "conv": Budget(2_300_000, 0.93),
     "embedding": Budget(80_000, 0.5),
     "gated": Budget(1_720_000, 0.82),
     "hyper": Budget(990_000, 0.86),
     "linear": Budget(1_260_000, 1.04),
-    "losses": Budget(9_890_000, 0.96),
+    "losses": Budget(9_950_000, 0.96),
     "moe": Budget(9_720_000, 1.0),
     "norms": Budget(12_060_000, 0.97),
     "quantize": Budget(1_010_000, 0.75),

@@ -72,10 +72,10 @@ void pass_results(Args& args, const Results& out) {
   args.flags = flags_of(out);
 }
 
-/// Upstream gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
-/// log-probabilities, the gradient of minus the log of the sum of exponentials, but 0 in the columns of ids.
+/// Upstream gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of these, the
+/// gradient of minus the log of the sum of exponentials, but 0 in the columns of ids.
 struct ResultGradients {
-  Tensor log_probs, entropy;
+  Tensor log_probs, entropy, log_sum_exp;
   bool of_others = false;
 };
 
@@ -87,8 +87,10 @@ void pass_gradients(Args& args, const ResultGradients& upstream, const Tensor& s
   args.chosen = address(chosen);
   args.grad = address(upstream.log_probs);
   args.grad_entropy = address(upstream.entropy);
+  args.grad_log_sum_exp = address(upstream.log_sum_exp);
   args.flags = (upstream.log_probs.defined() ? flags::OF_LOG_PROBS : 0) |
-      (upstream.entropy.defined() ? flags::OF_ENTROPY : 0) | (upstream.of_others ? flags::OF_OTHERS : 0);
+      (upstream.entropy.defined() ? flags::OF_ENTROPY : 0) |
+      (upstream.log_sum_exp.defined() ? flags::OF_LOG_SUM_EXP : 0) | (upstream.of_others ? flags::OF_OTHERS : 0);
 }
 
 /// Numbers of ids per row.

@@ -72,12 +72,12 @@ void write_gradient(C* out, const C* v, int64_t n, C peak, C inverse, C constant
 template <class C>
 void backward_row(
     const CpuRows<C>& a, Output<C> dx, const Logits<C>& x, int64_t row, const Stats<C>& of, const C* grad, C h,
-    const C* chosen, bool of_others) {
+    C of_log_sum_exp, const C* chosen, bool of_others) {
   const int64_t* ids = a.ids(row);
-  C sum_of_grads = of_others ? 1 : 0;
-  for (int64_t k = 0; grad && k < a.count; ++k) sum_of_grads += ids[k] == a.ignore_index ? C(0) : grad[k];
+  C pull = of_others ? 1 : -of_log_sum_exp;
+  for (int64_t k = 0; grad && k < a.count; ++k) pull += ids[k] == a.ignore_index ? C(0) : grad[k];
   const C inverse = 1 / a.temperature, scale = inverse / of.total;
-  const C constant = (h * of.mean - sum_of_grads) * scale, linear = -h * scale;
+  const C constant = (h * of.mean - pull) * scale, linear = -h * scale;
   auto write = [&](C* out, const C* v, int64_t n) {
     vectorized<C>([&] { write_gradient(out, v, n, of.peak, inverse, constant, linear); });
   };
@@ -170,6 +170,7 @@ void backward_cpu(
   const auto walk = rows_in_order<2>(op, "logits", {&out, &logits});
   with_rows(op, logits, index, o, columns, [&]<class C>(const CpuRows<C>& a) {
     const C *grad = const_data_or_null<C>(upstream.log_probs), *h = const_data_or_null<C>(upstream.entropy);
+    const C* of_log_sum_exp = const_data_or_null<C>(upstream.log_sum_exp);
     const C *saved = const_data_or_null<C>(stats), *picked = const_data_or_null<C>(chosen);
     const auto to = output<C>(out);
     parallel_rows(walk.rows, a.n, [&](int64_t row) {
@@ -178,7 +179,7 @@ void backward_cpu(
       const Stats<C> of{saved[3 * row], saved[3 * row + 1], saved[3 * row + 2]};
       backward_row(
           a, dx, a.row(walk.offset(1, row)), row, of, grad ? grad + row * a.count : nullptr, h ? h[row] : C(0),
-          picked + row * a.count, upstream.of_others);
+          of_log_sum_exp ? of_log_sum_exp[row] : C(0), picked + row * a.count, upstream.of_others);
     });
   });
   if (!out.is_same(dlogits)) dlogits.copy_(out);

@@ -40,13 +40,14 @@ def of_input(call: LinearCall, t: Tensor) -> Tensor:
 FACTS = (
     *(if_asked(name, of_rows) for name in ("entropy", "mean_logits", "log_sum_sq_probs")),
     if_asked("is_top1", of_ids),
+    if_asked("log_sum_exp", of_rows),
 )
 loss_on_dtensors(
     OP,
     LinearCall,
     results=(of_ids, *FACTS, of_statistics, of_ids, of_input, of_input),
     gradients=GRADIENTS,
-    forms={"": (dict(wanted=0), range(5))},
+    forms={"": (dict(wanted=0), range(6))},
 )
 
 

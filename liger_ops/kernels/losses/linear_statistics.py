@@ -191,7 +191,7 @@ def linear_statistics_combine_kernel(
 
 @triton.jit
 def linear_gradients_kernel(
-    dlogits, logits, shares, index, stats, chosen, grad, grad_entropy, n, tiles, count, dlogits_row, logits_row,
+    dlogits, logits, shares, index, stats, chosen, grad, grad_entropy, grad_log_sum_exp, n, tiles, count, dlogits_row, logits_row,
     first_class, classes, index_words, ignore_index, factor, inverse, softcap, flags,
     BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def linear_gradients_kernel(
     row_long = row.to(tl.int64)
     differentiate_span(
         dlogits + row_long * dlogits_row, logits + row_long * logits_row, shares + row_long * tiles * SHARE, row, begin, end,
-        index, stats, chosen, grad, grad_entropy, n, count, first_class, classes, index_words, ignore_index, factor, inverse,
+        index, stats, chosen, grad, grad_entropy, grad_log_sum_exp, n, count, first_class, classes, index_words, ignore_index, factor, inverse,
         softcap, flags, False, BLOCK_N, SKEWED, IDS, TILE,
     )  # fmt: skip
 
@@ -250,8 +250,8 @@ KERNELS = [
         function=linear_gradients_kernel,
         args={
             "dlogits": "*X", "logits": "*X", "shares": "*fp32", "index": "*i32", "stats": "*fp32", "chosen": "*fp32",
-            "grad": "*fp32", "grad_entropy": "*fp32", "n": "i32", "tiles": "i32", "count": "i32", "dlogits_row": "i64",
-            "logits_row": "i64", **OPTIONS,
+            "grad": "*fp32", "grad_entropy": "*fp32", "grad_log_sum_exp": "*fp32", "n": "i32", "tiles": "i32",
+            "count": "i32", "dlogits_row": "i64", "logits_row": "i64", **OPTIONS,
         },
         aligned=["dlogits", "logits", "n", "dlogits_row", "logits_row"],
         axes={"dtype": BFLOAT},

@@ -13,9 +13,9 @@ Forward: one program reads a row once. Every thread keeps its own peak and sums;
 are too few to occupy the device, a row is split into parts, which `combine` puts together. For backward, `stats` holds
 (peak, total, mean) of each row and `chosen` the logits of the ids.
 
-Backward, with g_k the gradient of the id k and h that of the entropy:
+Backward, with g_k the gradient of the id k, h that of the entropy and s that of peak / temperature + log total:
 
-    d / d v_j = (exp(away_j) / total * (h mean - sum_k g_k - h away_j) + sum of g_k with id_k = j) / temperature
+    d / d v_j = (exp(away_j) / total * (s + h mean - sum_k g_k - h away_j) + sum of g_k with id_k = j) / temperature
 
 A program processes a span of a row, and may overwrite the logits. Last it writes the gradients of the ids in its span,
 which it computes from `chosen`.
@@ -49,6 +49,7 @@ OF_OTHERS = tl.constexpr(16)
 WITH_MEAN_LOGITS = tl.constexpr(32)
 WITH_SQUARES = tl.constexpr(64)
 WITH_TOP1 = tl.constexpr(128)
+OF_LOG_SUM_EXP = tl.constexpr(256)
 
 # A power of two below this is 0. The limit avoids 0 * -inf.
 NO_POWER = tl.constexpr(-1000.0)
@@ -364,8 +365,8 @@ def load_logits(at, peaks, cols, skew, mask, TILE: tl.constexpr):
 
 @triton.jit
 def differentiate_span(
-    out, x_row, peaks, row, begin, end, index, stats, chosen, grad, grad_entropy, n, count, first_class, classes,
-    index_words, ignore_index, factor, inverse, softcap, flags,
+    out, x_row, peaks, row, begin, end, index, stats, chosen, grad, grad_entropy, grad_log_sum_exp, n, count, first_class,
+    classes, index_words, ignore_index, factor, inverse, softcap, flags,
     CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """TILE: the number of columns whose logits are relative to one of `peaks`, which are SHARE numbers apart. 0: they are
@@ -387,7 +388,8 @@ def differentiate_span(
         mean = tl.load(at + 2)
         h = tl.load(grad_entropy + row, mask=(flags & OF_ENTROPY) != 0, other=0.0)
         of_others = (flags & OF_OTHERS) != 0
-        pull = tl.where(of_others, 1.0, tl.sum(pulls, axis=0))
+        s = tl.load(grad_log_sum_exp + row, mask=(flags & OF_LOG_SUM_EXP) != 0, other=0.0)
+        pull = tl.where(of_others, 1.0, tl.sum(pulls, axis=0) - s)
         level = tl.div_rn((h * mean - pull) * inverse, total)
         tilt = tl.div_rn(-h * LN2 * inverse, total)
 
@@ -435,7 +437,7 @@ def differentiate_span(
 
 @triton.jit
 def log_probs_bwd_kernel(
-    dlogits, logits, index, stats, chosen, grad, grad_entropy,
+    dlogits, logits, index, stats, chosen, grad, grad_entropy, grad_log_sum_exp,
     n, inner_rows, count, dlogits_outer, dlogits_inner, logits_outer, logits_inner, first_class, classes,
     index_words, ignore_index, factor, inverse, softcap, flags,
     CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
@@ -447,8 +449,8 @@ def log_probs_bwd_kernel(
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
     differentiate_span(
-        out, x_row, stats, row, begin, end, index, stats, chosen, grad, grad_entropy, n, count, first_class, classes,
-        index_words, ignore_index, factor, inverse, softcap, flags, CAPPED, BLOCK_N, SKEWED, IDS, 0,
+        out, x_row, stats, row, begin, end, index, stats, chosen, grad, grad_entropy, grad_log_sum_exp, n, count,
+        first_class, classes, index_words, ignore_index, factor, inverse, softcap, flags, CAPPED, BLOCK_N, SKEWED, IDS, 0,
     )  # fmt: skip
 
 
@@ -514,7 +516,7 @@ KERNELS = [
         function=log_probs_bwd_kernel,
         args={
             "dlogits": "*X", "logits": "*L", "index": "*i32", "stats": "*fp32", "chosen": "*fp32", "grad": "*fp32",
-            "grad_entropy": "*fp32", "n": "i32", "inner_rows": "i32", "count": "i32",
+            "grad_entropy": "*fp32", "grad_log_sum_exp": "*fp32", "n": "i32", "inner_rows": "i32", "count": "i32",
             **strides("dlogits", "logits"), **OPTIONS,
         },
         aligned=["dlogits", "logits", "n", *strides("dlogits", "logits")],

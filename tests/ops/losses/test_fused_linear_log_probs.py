@@ -12,7 +12,7 @@ from tests.support.families.linear_losses import check, least_budget, of_log_pro
 from tests.support.pairs import pairwise
 
 op = F.fused_linear_log_probs
-EXTRAS = dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True)
+EXTRAS = dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True, log_sum_exp=True)
 
 
 # For test_properties.py.
@@ -29,15 +29,20 @@ def vary(draw, arguments):
 # ---- Results
 
 
-@pairwise(upstream=[0, 1], announced=[False, True], ids=[None, 3], frozen=["", "weight bias", "input"])
+@pairwise(
+    upstream=["log_probs", "entropy", "log_sum_exp"],
+    announced=[False, True],
+    ids=[None, 3],
+    frozen=["", "weight bias", "input"],
+)
 def test_gradients_of_one_result_alone(upstream, announced, ids, frozen, device):
     given, others = of_log_probs(((40,), 32, 100), torch.float32, device, ids=ids, frozen=frozen, bias=True)
-    others |= dict(entropy=True, entropy_grad=announced)
+    others |= dict(entropy=True, entropy_grad=announced, log_sum_exp=True)
     wanted = [name for name, t in given.items() if t.requires_grad]
     grads = []
     for function, dtype in ((op, torch.float32), (op.reference, torch.float64)):
         leaves = {name: like(t, dtype) for name, t in given.items()}
-        found = function(**leaves, **others)[upstream]
+        found = getattr(function(**leaves, **others), upstream)
         weights = torch.arange(found.numel(), device=device, dtype=dtype).view(found.shape).sin()
         grads.append(torch.autograd.grad((found * weights).sum(), [leaves[name] for name in wanted]))
     for ours, exact in zip(*grads):
@@ -57,6 +62,8 @@ def test_facts_about_the_distribution(dtype, softcap, ids, device):
         assert not getattr(found, name).requires_grad
         results = [getattr(r, name).detach() for r in (found, eager, expected)]
         assert_no_worse(name, *results, scale=1.0, noise=4 * torch.finfo(dtype).eps)
+    results = [r.log_sum_exp.detach() for r in (found, eager, expected)]
+    assert_no_worse("log_sum_exp", *results, noise=4 * torch.finfo(dtype).eps)
     assert found.is_top1.dtype == torch.bool and found.is_top1.shape == others["target"].shape
     # A rounded logit may tie with, or exceed, the largest.
     differing = (found.is_top1 != expected.is_top1).sum()
@@ -68,13 +75,13 @@ def test_facts_about_the_distribution(dtype, softcap, ids, device):
 def test_unrequested_results_are_empty(device):
     given, others = of_log_probs(((3, 5), 8, 20), torch.bfloat16, device, ids=2)
     found = op(**given, **others)
-    assert [t.shape for t in found] == [(3, 5, 2)] + [(0,)] * 4
-    assert [t.dtype for t in found] == [torch.float32] * 4 + [torch.bool]
+    assert [t.shape for t in found] == [(3, 5, 2)] + [(0,)] * 5
+    assert [t.dtype for t in found] == [torch.float32] * 4 + [torch.bool, torch.float32]
     assert found.log_probs.requires_grad and not any(t.requires_grad for t in found[1:])
     asked = op(**given, **others, entropy=True, **EXTRAS)
     assert torch.equal(asked.log_probs, found.log_probs)
-    assert [t.shape for t in asked] == [(3, 5, 2), (3, 5), (3, 5), (3, 5), (3, 5, 2)]
-    assert [t.requires_grad for t in asked] == [True, True, False, False, False]
+    assert [t.shape for t in asked] == [(3, 5, 2), (3, 5), (3, 5), (3, 5), (3, 5, 2), (3, 5)]
+    assert [t.requires_grad for t in asked] == [True, True, False, False, False, True]
 
 
 @pytest.mark.parametrize("frozen", ["", "weight bias"])
@@ -86,7 +93,9 @@ def test_ignored_positions_are_zero_whatever_they_hold(ids, frozen, device):
     others["target"][1] = 0
     found = op(**given, **others, entropy=True, **EXTRAS)
     assert not any(t[::4].any() for t in found)
-    (slope,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), given["input"])
+    (slope,) = torch.autograd.grad(
+        found.log_probs.sum() + found.entropy.sum() + found.log_sum_exp.sum(), given["input"]
+    )
     assert not slope[::4].any() and slope[1].any()
 
 

@@ -226,7 +226,7 @@ def test_peak_memory_stays_below_the_budget(case, dtype, frozen):
     given, others = loss.make(((tokens,), hidden, classes), dtype, "cpu", frozen=frozen, **options)
     wanted = learned(given)
     if loss is LOG_PROBS:
-        others |= dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True)
+        others |= dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True, log_sum_exp=True)
     if "split" in case:
         others |= dict(group=solo_group(), classes=classes)
 

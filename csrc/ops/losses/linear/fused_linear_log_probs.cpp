@@ -4,12 +4,13 @@
 //
 // input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,), low_rank_input: (..., R) and
 // low_rank_weight: (V, R), of an adapter. Returns log p of the ids and, where they are wanted, of each token the
-// entropy, the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have gradients. fp32
-// input goes with a half-precision weight too.
+// entropy, the mean of z, log(sum of p^2), whether an id has the largest z, and log(sum of exp(z)). The first two and
+// the last have gradients. fp32 input goes with a half-precision weight too.
 //
 // If only input requires a gradient, its gradient is linear in each token's upstream gradients: forward multiplies
 // weight by the gradients of logits for an upstream gradient of 1, and backward scales the rows. Several ids of a token
-// have different upstream gradients, so backward adds their rows of weight. The product for the entropy is made under
+// have different upstream gradients, and so has a single one beside log(sum of exp(z)): backward adds their rows of
+// weight. The product for the entropy is made under
 // entropy_grad; without it a gradient of the entropy makes backward compute the logits again, as it does for the
 // gradients of the head.
 //
@@ -41,9 +42,9 @@ constexpr const char *kOp = "fused_linear_log_probs", *kBackward = "fused_linear
 Call check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     double logits_scale, std::optional<double> softcap, double temperature, int64_t ignore_index, bool entropy,
-    bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, std::optional<int64_t> memory_budget,
-    c10::string_view group, int64_t all_classes, ClassSizes sizes, std::optional<int64_t> sequence_dim,
-    const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
+    bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, bool log_sum_exp,
+    std::optional<int64_t> memory_budget, c10::string_view group, int64_t all_classes, ClassSizes sizes,
+    std::optional<int64_t> sequence_dim, const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
   Vocabulary vocabulary = core::parse_vocabulary(op, group, all_classes, sizes);
   sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, vocabulary);
   check_finite(op, "logits_scale", logits_scale);
@@ -58,6 +59,7 @@ Call check(
        mean_logits,
        log_sum_sq_probs,
        is_top1,
+       log_sum_exp,
        memory_budget,
        std::move(vocabulary),
        sequence_dim},
@@ -86,12 +88,13 @@ Forward empty_forward(const Call& call, WantedGradients wanted) {
   out.rows.mean_logits = if_wanted(call.mean_logits, tokens, numbers);
   out.rows.log_sum_sq_probs = if_wanted(call.log_sum_sq_probs, tokens, numbers);
   out.rows.is_top1 = if_wanted(call.is_top1, call.target.sym_sizes(), numbers.dtype(at::kBool));
-  if (!wanted.any()) return out;
+  out.log_sum_exp = if_wanted(call.log_sum_exp, tokens, numbers);
+  if (!wanted.any() && !call.log_sum_exp) return out;
   c10::SymDimVector three(tokens.begin(), tokens.end());
   three.push_back(3);
   out.rows.stats = at::empty_symint(three, numbers);
   out.rows.chosen = at::empty_symint(call.target.sym_sizes(), numbers);
-  if (!wanted.head() && !call.sequence_dim) {
+  if (wanted.input && !wanted.head() && !call.sequence_dim) {
     c10::SymIntArrayRef sizes = call.input.sym_sizes();
     out.of_log_probs = at::empty_symint(sizes, call.input.options());
     if (call.entropy && call.entropy_grad) out.of_entropy = at::empty_symint(sizes, call.input.options());
@@ -99,53 +102,61 @@ Forward empty_forward(const Call& call, WantedGradients wanted) {
   return out;
 }
 
-void check_upstream(
-    const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& target, int64_t token_dims) {
-  auto check_one = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
-    if (!g || !g->defined()) return;
+/// Of log-probabilities, entropy and log-sum-exp.
+ResultGradients check_upstream(
+    const Tensor& target, int64_t token_dims, const OptionalTensor& grad, const OptionalTensor& grad_entropy,
+    const OptionalTensor& grad_log_sum_exp) {
+  auto checked = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
+    if (!g || !g->defined()) return Tensor();
     check_same_device(kBackward, name, *g, "target", target);
     LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
+    return *g;
   };
-  check_one("the log-probabilities' gradient", grad, target.sym_sizes());
-  check_one("the entropy's gradient", grad_entropy, target.sym_sizes().slice(0, token_dims));
+  const auto tokens = target.sym_sizes().slice(0, token_dims);
+  return {
+      checked("the log-probabilities' gradient", grad, target.sym_sizes()),
+      checked("the entropy's gradient", grad_entropy, tokens),
+      checked("the log-sum-exp's gradient", grad_log_sum_exp, tokens)};
 }
 
 /// d input of a frozen head. It may overwrite of_log_probs.
-struct Scale : core::Private<
-                   Scale,
-                   Tensor(
-                       const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                       const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
-                       std::optional<double>, double, int64_t, c10::string_view, int64_t, ClassSizes),
-                   core::Overwrites<2>> {
+struct Scale
+    : core::Private<
+          Scale,
+          Tensor(
+              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+              const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
+              std::optional<double>, double, int64_t, bool, c10::string_view, int64_t, ClassSizes),
+          core::Overwrites<3>> {
   static constexpr const char* kName = "_fused_linear_log_probs_scale";
   static constexpr const char* kArguments =
-      "grad, grad_entropy, of_log_probs, of_entropy, target, weight, stats, chosen, logits_scale, softcap, "
-      "temperature, ignore_index, group, classes, class_sizes";
+      "grad, grad_entropy, grad_log_sum_exp, of_log_probs, of_entropy, target, weight, stats, chosen, logits_scale, "
+      "softcap, temperature, ignore_index, log_sum_exp, group, classes, class_sizes";
 
   template <class On>
   static Tensor run(
-      const Into& into, const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& of_log_probs,
-      const OptionalTensor& of_entropy, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& stats,
-      const OptionalTensor& chosen, double logits_scale, std::optional<double> softcap, double temperature,
-      int64_t ignore_index, c10::string_view group, int64_t classes, ClassSizes sizes) {
-    check_upstream(grad, grad_entropy, target, of_log_probs.dim() - 1);
+      const Into& into, const OptionalTensor& grad, const OptionalTensor& grad_entropy,
+      const OptionalTensor& grad_log_sum_exp, const Tensor& of_log_probs, const OptionalTensor& of_entropy,
+      const Tensor& target, const OptionalTensor& weight, const OptionalTensor& stats, const OptionalTensor& chosen,
+      double logits_scale, std::optional<double> softcap, double temperature, int64_t ignore_index, bool log_sum_exp,
+      c10::string_view group, int64_t classes, ClassSizes sizes) {
+    const auto given = check_upstream(target, of_log_probs.dim() - 1, grad, grad_entropy, grad_log_sum_exp);
     Tensor out = into[0].defined() ? into[0] : at::empty_like(of_log_probs);
     Settings s{};
     s.logits_scale = logits_scale;
     s.o = {temperature, ignore_index, softcap};
+    s.log_sum_exp = log_sum_exp;
     s.vocabulary = core::parse_vocabulary(kBackward, group, classes, sizes);
     if constexpr (On::device.forward != nullptr) {
       scale_rows(
-          kBackward, value_or_undefined(grad), value_or_undefined(grad_entropy), of_log_probs,
-          value_or_undefined(of_entropy), target, value_or_undefined(weight), value_or_undefined(stats),
-          value_or_undefined(chosen), s, out);
+          kBackward, given, of_log_probs, value_or_undefined(of_entropy), target, value_or_undefined(weight),
+          value_or_undefined(stats), value_or_undefined(chosen), s, out);
     }
     return out;
   }
 };
 
-using Results5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Results6 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResults = decltype(copies(Forward().tie()));
 
 consteval size_t at(std::string_view argument) { return core::position(schemas::fused_linear_log_probs, argument); }
@@ -157,7 +168,7 @@ template <class Tensors, class Options>
 struct Ops;
 
 template <class... T, class... O>
-struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>, Results5(T..., O...)> {
+struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>, Results6(T..., O...)> {
   static constexpr const char *kOp = fused_linear_log_probs::kOp, *kSchema = schemas::fused_linear_log_probs;
   using Edges = core::Positions<at("input"), at("weight"), at("bias"), at("low_rank_input"), at("low_rank_weight")>;
   // Casts the arguments that F.linear casts. Results are fp32 in any case.
@@ -173,32 +184,32 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
     template <class On>
     static ForwardResults run(T... tensors, O... options, int64_t wanted) {
       const Call call = check(kOp, tensors..., options...);
-      Forward out = empty_forward(call, WantedGradients::from_bits(wanted));
-      if constexpr (On::device.forward != nullptr) forward(On::device, call, out);
+      const auto gradients = WantedGradients::from_bits(wanted);
+      Forward out = empty_forward(call, gradients);
+      if constexpr (On::device.forward != nullptr) forward(On::device, call, gradients, out);
       return copies(out.tie());
     }
   };
 
-  struct Bwd
-      : core::Private<
-            Bwd,
-            FiveGradients(
-                const OptionalTensor&, const OptionalTensor&, T..., const Tensor&, const Tensor&, O..., int64_t)> {
-    static constexpr const char *kName = "_fused_linear_log_probs_bwd", *kPublic = schemas::fused_linear_log_probs,
-                                *kArguments =
-                                    "grad, grad_entropy, input...bias, stats, chosen, logits_scale..., wanted";
+  struct Bwd : core::Private<
+                   Bwd,
+                   FiveGradients(
+                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, T..., const Tensor&,
+                       const Tensor&, O..., int64_t)> {
+    static constexpr const char
+        *kName = "_fused_linear_log_probs_bwd",
+        *kPublic = schemas::fused_linear_log_probs,
+        *kArguments = "grad, grad_entropy, grad_log_sum_exp, input...bias, stats, chosen, logits_scale..., wanted";
 
     template <class On>
     static FiveGradients run(
-        const OptionalTensor& grad, const OptionalTensor& grad_entropy, T... tensors, const Tensor& stats,
-        const Tensor& chosen, O... options, int64_t wanted) {
+        const OptionalTensor& grad, const OptionalTensor& grad_entropy, const OptionalTensor& grad_log_sum_exp,
+        T... tensors, const Tensor& stats, const Tensor& chosen, O... options, int64_t wanted) {
       const Call call = check(kBackward, tensors..., options...);
-      check_upstream(grad, grad_entropy, call.target, call.input.dim() - 1);
+      const auto given = check_upstream(call.target, call.input.dim() - 1, grad, grad_entropy, grad_log_sum_exp);
       Gradients out = empty_gradients(call.trained(), WantedGradients::from_bits(wanted));
       if constexpr (On::device.forward != nullptr) {
-        backward(
-            On::device, call, value_or_undefined(grad), value_or_undefined(grad_entropy), stats.contiguous(),
-            chosen.contiguous(), out);
+        backward(On::device, call, given, stats.contiguous(), chosen.contiguous(), out);
       }
       return copies(out.tie());
     }
@@ -233,7 +244,8 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
       const bool entropy = std::get<option("entropy")>(all), entropy_grad = std::get<option("entropy_grad")>(all);
       // Saved only if backward reads it.
       const bool recomputes = !out.of_log_probs.defined() || (entropy && !entropy_grad);
-      const bool reads_head = recomputes || has_several_ids(input, target);
+      const bool log_sum_exp = std::get<option("log_sum_exp")>(all);
+      const bool reads_head = recomputes || log_sum_exp || has_several_ids(input, target);
       auto if_read = [](const OptionalTensor& t, bool read) { return read ? t : OptionalTensor(); };
       this->save(
           if_read(input, recomputes), if_read(weight, reads_head), target, if_read(bias, recomputes),
@@ -242,11 +254,14 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
           if_read(std::get<option("low_rank_weight")>(all), recomputes));
       this->connect(out.rows.log_probs);
       if (entropy) this->connect(out.rows.entropy);
+      if (log_sum_exp) this->connect(out.log_sum_exp);
     }
 
     core::variable_list backward(core::variable_list&& grads) override {
-      const Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
-      if (!grad.defined() && !grad_entropy.defined()) return core::variable_list(5);
+      // The first is that of log-probabilities. The others are here if their results are.
+      const Tensor none, &grad = grads[0], &grad_entropy = std::get<option("entropy")>(options) ? grads[1] : none,
+                         &grad_log_sum_exp = std::get<option("log_sum_exp")>(options) ? grads.back() : none;
+      if (!grad.defined() && !grad_entropy.defined() && !grad_log_sum_exp.defined()) return core::variable_list(5);
       auto next = [this, i = 0]() mutable { return this->take(i++); };
       const Tensor input = next(), weight = next(), target = next(), bias = next(), stats = next(), chosen = next();
       Tensor of_log_probs = next();
@@ -255,15 +270,16 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
         if (!of_log_probs.defined() || (grad_entropy.defined() && !of_entropy.defined())) {
           return listed(
               Bwd::call(
-                  grad, grad_entropy, input, weight, target, bias, stats, chosen, o..., low_rank_input, low_rank_weight,
-                  this->wanted()));
+                  grad, grad_entropy, grad_log_sum_exp, input, weight, target, bias, stats, chosen, o...,
+                  low_rank_input, low_rank_weight, this->wanted()));
         }
         const auto all = std::tie(o...);
         return {
             Scale::call(
-                this->may_overwrite(of_log_probs, of_log_probs), grad, grad_entropy, of_log_probs, of_entropy, target,
-                weight, stats, chosen, std::get<option("logits_scale")>(all), std::get<option("softcap")>(all),
-                std::get<option("temperature")>(all), std::get<option("ignore_index")>(all),
+                this->may_overwrite(of_log_probs, of_log_probs), grad, grad_entropy, grad_log_sum_exp, of_log_probs,
+                of_entropy, target, weight, stats, chosen, std::get<option("logits_scale")>(all),
+                std::get<option("softcap")>(all), std::get<option("temperature")>(all),
+                std::get<option("ignore_index")>(all), std::get<option("log_sum_exp")>(all),
                 std::get<option("group")>(all), std::get<option("classes")>(all), std::get<option("class_sizes")>(all)),
             Tensor(), Tensor(), Tensor(), Tensor()};
       });

@@ -35,10 +35,14 @@ using log_probs::Results;
 struct Settings {
   double logits_scale;
   log_probs::Options o;
-  bool entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1;
+  bool entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, log_sum_exp;
   std::optional<int64_t> memory_budget;
   Vocabulary vocabulary;
   std::optional<int64_t> sequence_dim;
+
+  /// True if the gradient of a frozen head's input that forward computes is without its ids: backward adds them, where
+  /// the upstream gradients are not one factor for the whole row.
+  bool ids_apart(int64_t ids) const { return ids != 1 || log_sum_exp; }
 };
 
 /// A call's checked arguments. op: its name in messages. Tensors that are not given are undefined.
@@ -55,16 +59,16 @@ struct Call : Settings {
   }
 };
 
-/// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those
-/// of several ids.
+/// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without
+/// ids_apart().
 struct Forward {
   log_probs::Results rows;
-  Tensor of_log_probs, of_entropy;
+  Tensor log_sum_exp, of_log_probs, of_entropy;
 
   auto tie() {
     return std::tie(
-        rows.log_probs, rows.entropy, rows.mean_logits, rows.log_sum_sq_probs, rows.is_top1, rows.stats, rows.chosen,
-        of_log_probs, of_entropy);
+        rows.log_probs, rows.entropy, rows.mean_logits, rows.log_sum_sq_probs, rows.is_top1, log_sum_exp, rows.stats,
+        rows.chosen, of_log_probs, of_entropy);
   }
 };
 
@@ -324,9 +328,8 @@ struct ForwardLoss : LinearLogProbs {
       differentiate(gradient, c.logits, c.shares, c.first, 0, upstream, out.stats, out.chosen);
       multiply_by_weight(into.narrow(0, c.first, rows), gradient, head.weight, false, head.scale, head.sustained);
     };
-    // A single id is part of the product. Backward adds those of several, each with its own upstream gradient.
     ResultGradients upstream, of_row;
-    upstream.of_others = sizes.ids != 1;
+    upstream.of_others = s.ids_apart(sizes.ids);
     if (!upstream.of_others) upstream.log_probs = at::ones({rows, 1}, division.numbers);
     multiply(of_log_probs, upstream);
     if (!of_entropy.defined()) return;
@@ -346,14 +349,20 @@ struct ForwardLoss : LinearLogProbs {
   }
 };
 
+/// From the statistics of rows, so that no kernel stores it. 0 for rows whose ids are all ignored.
+inline void write_log_sum_exp(Tensor out, const Tensor& stats, double temperature) {
+  const Tensor total = stats.select(-1, 1);
+  out.copy_((stats.select(-1, 0) / temperature + total.log()).masked_fill(total == 0, 0));
+}
+
 /// `into` has the memory for all results that are wanted.
-inline void forward(const Device& device, const Call& call, Forward& into) {
+inline void forward(const Device& device, const Call& call, WantedGradients wanted, Forward& into) {
   c10::DeviceGuard guard(call.input.device());
   const bool gradients = into.of_log_probs.defined();
   ForwardLoss loss(device, call, [&](int64_t tokens, int64_t classes) {
     const auto dtype = call.input.scalar_type();
     // A budget that is too small for backward is refused here.
-    if (into.rows.stats.defined() && !gradients) {
+    if (wanted.any() && !gradients) {
       const int64_t hidden = call.input.size(-1);
       backward_plan(call.op, tokens, hidden, classes, dtype, call.by_gemm(), {true, true, true}, call.memory_budget);
     }
@@ -379,9 +388,8 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
   if (gradients) loss.of_log_probs = into.of_log_probs.view({tokens, loss.sizes.hidden});
   if (into.of_entropy.defined()) loss.of_entropy = into.of_entropy.view({tokens, loss.sizes.hidden});
   loss.run();
-  if (!loss.division.order.is_split()) return;
   auto restore = [&](const Tensor& to, const Tensor& from, int64_t each) {
-    if (from.defined()) to.copy_(loss.division.order.restore(from, to.sizes(), each));
+    if (from.defined() && loss.division.order.is_split()) to.copy_(loss.division.order.restore(from, to.sizes(), each));
   };
   restore(out.log_probs, loss.out.log_probs, ids);
   restore(out.entropy, loss.out.entropy, 1);
@@ -390,13 +398,14 @@ inline void forward(const Device& device, const Call& call, Forward& into) {
   restore(out.mean_logits, loss.out.mean_logits, 1);
   restore(out.log_sum_sq_probs, loss.out.log_sum_sq_probs, 1);
   restore(out.is_top1, loss.out.is_top1, ids);
+  if (call.log_sum_exp) write_log_sum_exp(into.log_sum_exp, out.stats, call.o.temperature);
 }
 
 // ---- Backward
 
-/// Writes to `into` the gradients that it has memory for. grad: like target, grad_entropy: (...), one may be undefined.
+/// Writes to `into` the gradients that it has memory for. given: like the results, some may be undefined.
 inline void backward(
-    const Device& device, const Call& call, const Tensor& grad, const Tensor& grad_entropy, const Tensor& stats_in,
+    const Device& device, const Call& call, const ResultGradients& given, const Tensor& stats_in,
     const Tensor& chosen_in, Gradients& into) {
   c10::DeviceGuard guard(call.input.device());
   LinearLogProbs loss(device, call, [&](int64_t tokens, int64_t classes) {
@@ -410,15 +419,15 @@ inline void backward(
     return t.defined() ? division.arranged(t, each).to(compute_type(call.input)).contiguous() : t;
   };
   const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, loss.sizes.ids);
-  const Tensor g = arranged(grad, loss.sizes.ids), h = arranged(grad_entropy, 1);
+  const ResultGradients all{
+      arranged(given.log_probs, loss.sizes.ids), arranged(given.entropy, 1), arranged(given.log_sum_exp, 1)};
   head.differentiate(into);
   Tensor memory, narrow;
   run_blocks(division, {&head}, [&](int64_t first, int64_t rows, int64_t c, int64_t classes) {
     if (!memory.defined()) memory = loss.buffer(classes, loss.of_logits());
     if (!narrow.defined() && loss.own() != loss.of_logits()) narrow = loss.buffer(classes, loss.own());
-    ResultGradients upstream;
-    if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
-    if (h.defined()) upstream.entropy = h.narrow(0, first, rows);
+    auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, rows) : t; };
+    const ResultGradients upstream{part(all.log_probs), part(all.entropy), part(all.log_sum_exp)};
     const Tensor logits = loss.part(memory, rows, classes);
     const Tensor dlogits = narrow.defined() ? loss.part(narrow, rows, classes) : logits;
     Tensor shares;
@@ -435,11 +444,11 @@ inline void backward(
 }
 
 /// The gradient of input from what forward made of a frozen head, into `out`, which may be of_log_probs. stats, chosen
-/// and weight are needed for several ids.
+/// and weight are needed for ids_apart().
 inline void scale_rows(
-    const char* op, const Tensor& grad, const Tensor& grad_entropy, const Tensor& of_log_probs,
-    const Tensor& of_entropy, const Tensor& target, const Tensor& weight, const Tensor& stats_in,
-    const Tensor& chosen_in, const Settings& s, Tensor& out) {
+    const char* op, const ResultGradients& given, const Tensor& of_log_probs, const Tensor& of_entropy,
+    const Tensor& target, const Tensor& weight, const Tensor& stats_in, const Tensor& chosen_in, const Settings& s,
+    Tensor& out) {
   constexpr int64_t kChunkBytes = 64 * kMiB;
   c10::DeviceGuard guard(of_log_probs.device());
   const Sizes sizes(of_log_probs, target);
@@ -449,11 +458,12 @@ inline void scale_rows(
   const Tensor index = target.reshape({tokens, ids}), ignored = index == o.ignore_index;
   Shard shard(weight.defined() ? weight.size(0) : 0);
   if (s.vocabulary.is_split() && weight.defined()) shard = Shard(op, s.vocabulary, weight.size(0), "weight");
+  const bool apart = s.ids_apart(ids);
   Tensor g, factor;
-  if (grad.defined()) {
-    g = grad.to(dtype).reshape({tokens, ids}).masked_fill(ignored, 0);
-    // An id out of range makes its row NaN. With a single id, forward did that.
-    if (ids != 1) {
+  if (given.log_probs.defined()) {
+    g = given.log_probs.to(dtype).reshape({tokens, ids}).masked_fill(ignored, 0);
+    // An id out of range makes its row NaN. If ids are not apart, forward did that.
+    if (apart) {
       const Tensor stray = ignored.logical_not() & ((index < 0) | (index >= shard.classes));
       g.masked_fill_(stray, std::numeric_limits<double>::quiet_NaN());
     }
@@ -461,10 +471,11 @@ inline void scale_rows(
   } else {
     factor = at::zeros({tokens, 1}, of_log_probs.options().dtype(dtype));
   }
-  Tensor h = grad_entropy.defined() ? grad_entropy.to(dtype).reshape({tokens, 1}) : Tensor();
+  if (given.log_sum_exp.defined()) factor = factor - given.log_sum_exp.to(dtype).reshape({tokens, 1});
+  const Tensor h = given.entropy.defined() ? given.entropy.to(dtype).reshape({tokens, 1}) : Tensor();
   const Tensor from = of_log_probs.view({tokens, hidden});
   Tensor to = out.view({tokens, hidden});
-  const bool adds_ids = ids != 1 && g.defined();
+  const bool adds_ids = apart && (g.defined() || given.log_sum_exp.defined());
   Tensor of_ids, columns;
   if (adds_ids) {
     columns = index.to(at::kLong) - shard.first;
@@ -483,7 +494,9 @@ inline void scale_rows(
       const Tensor earlier = columns.narrow(1, 0, k) == columns.narrow(1, k, 1);
       repeated.select(1, k).copy_(earlier.any(1));
     }
-    of_ids = (g - (p * factor).masked_fill(repeated, 0)) * (inverse * s.logits_scale);
+    of_ids = (p * factor).masked_fill(repeated, 0).neg();
+    if (g.defined()) of_ids.add_(g);
+    of_ids.mul_(inverse * s.logits_scale);
     if (slope.defined()) of_ids.mul_(slope);
     const Tensor elsewhere = ignored | (columns < 0) | (columns >= shard.n);
     of_ids.masked_fill_(elsewhere, 0);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Checks of what tensors of integers hold: indices, counts, ends of samples. They run where reading numbers waits for
-// nothing, on a CPU. On a GPU they would wait for its work, so they run there only with LIGER_OPS_CHECK_VALUES=1.
+// Checks of what tensors of integers hold: indices, classes, counts, ends of samples. They run where reading numbers
+// waits for nothing, on a CPU. On a GPU they would wait for its work, so there only with LIGER_OPS_CHECK_VALUES=1.
 
 #include <cstdlib>
 #include <string_view>
@@ -61,6 +61,23 @@ inline void check_ends(const char* op, const char* name, const at::Tensor& ends,
     LIGER_CHECK(numbers[i] >= numbers[i - 1], op, name, "not descend", numbers[i], " after ", numbers[i - 1]);
   }
   LIGER_CHECK(numbers[last] == size, op, name, c10::str("end with ", size, ", the number of rows"), numbers[last]);
+}
+
+/// t as contiguous int64. Avoids conversions that change nothing, because even their dispatch slows down a small loss.
+inline at::Tensor class_indices(const at::Tensor& t) {
+  if (!t.defined()) return t;
+  return (t.scalar_type() == at::kLong ? t : t.to(at::kLong)).contiguous();
+}
+
+/// o: options that have an ignore_index. name: of the argument in messages.
+template <class Options>
+void check_classes(
+    const char* op, const int64_t* y, int64_t count, int64_t classes, const Options& o, const char* name = "target") {
+  for (int64_t i = 0; i < count; ++i) {
+    LIGER_CHECK(
+        y[i] == o.ignore_index || (y[i] >= 0 && y[i] < classes), op, name,
+        c10::str("lie in [0, ", classes, ") or be ignore_index, ", o.ignore_index), y[i]);
+  }
 }
 
 }  // namespace liger::core

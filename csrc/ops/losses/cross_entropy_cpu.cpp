@@ -4,7 +4,8 @@
 #include <numeric>
 
 #include "ops/losses/cross_entropy.h"
-#include "ops/losses/softmax.h"
+#include "core/cpu/softmax.h"
+#include "core/values.h"
 
 namespace liger::ops::cross_entropy {
 

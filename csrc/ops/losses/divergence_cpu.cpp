@@ -5,7 +5,8 @@
 
 #include "core/rows/elements.h"
 #include "ops/losses/divergence.h"
-#include "ops/losses/softmax.h"
+#include "core/cpu/softmax.h"
+#include "core/values.h"
 
 namespace liger::ops::divergence {
 namespace {

@@ -2,7 +2,8 @@
 
 #include "ops/losses/log_probs.h"
 #include "core/rows/rows_in_order.h"
-#include "ops/losses/softmax.h"
+#include "core/cpu/softmax.h"
+#include "core/values.h"
 
 namespace liger::ops::log_probs {
 namespace {

@@ -1,6 +1,7 @@
 // fused_linear_cross_entropy on CPU.
 
-#include "ops/losses/softmax.h"
+#include "core/cpu/softmax.h"
+#include "core/values.h"
 #include "ops/losses/linear/fused_linear_cross_entropy_loop.h"
 
 namespace liger::ops::fused_linear_cross_entropy {

@@ -4,7 +4,7 @@
 #include <array>
 #include <limits>
 
-#include "ops/losses/softmax.h"
+#include "core/cpu/softmax.h"
 #include "ops/losses/linear/fused_linear_divergence_rows.h"
 
 namespace liger::ops::fused_linear_divergence {

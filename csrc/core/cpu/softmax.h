@@ -6,37 +6,19 @@
 #include <limits>
 #include <type_traits>
 
-#include "core/checks.h"
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
 
-namespace liger::ops {
-
-/// t as contiguous int64. Avoids conversions that change nothing, because even their dispatch slows down a small loss.
-inline at::Tensor class_indices(const at::Tensor& t) {
-  if (!t.defined()) return t;
-  return (t.scalar_type() == at::kLong ? t : t.to(at::kLong)).contiguous();
-}
-
-/// o: options that have an ignore_index. name: of the argument in messages.
-template <class Options>
-void check_classes(
-    const char* op, const int64_t* y, int64_t count, int64_t classes, const Options& o, const char* name = "target") {
-  for (int64_t i = 0; i < count; ++i) {
-    LIGER_CHECK(
-        y[i] == o.ignore_index || (y[i] >= 0 && y[i] < classes), op, name,
-        c10::str("lie in [0, ", classes, ") or be ignore_index, ", o.ignore_index), y[i]);
-  }
-}
+namespace liger::core {
 
 /// Calls f(first, count, v) on n numbers of a row: at once, or block by block if they are converted.
 template <class C, class F>
-void for_pieces(core::Input<C> x, int64_t n, const F& f) {
-  C stage[core::kStage];
-  const int64_t piece = x.storage == core::Storage::compute ? n : core::kStage;
+void for_pieces(Input<C> x, int64_t n, const F& f) {
+  C stage[kStage];
+  const int64_t piece = x.storage == Storage::compute ? n : kStage;
   for (int64_t first = 0; first < n; first += piece) {
     const int64_t count = std::min(piece, n - first);
-    f(first, count, core::widen_all(x + first, stage, count));
+    f(first, count, widen_all(x + first, stage, count));
   }
 }
 
@@ -87,7 +69,7 @@ void add_exps(const C* v, Other other, C shift, int64_t n, C peak, C inverse, Ex
   C total = 0, exponents = 0, differences = 0;
 #pragma omp simd reduction(+ : total, exponents, differences)
   for (int64_t i = 0; i < n; ++i) {
-    const C x = exponent((v[i] - peak) * inverse), e = core::vector_exp(x);
+    const C x = exponent((v[i] - peak) * inverse), e = vector_exp(x);
     total += e;
     exponents += e * x;
     if constexpr (kHasOther) {
@@ -104,7 +86,7 @@ void add_exps(const C* v, Other other, C shift, int64_t n, C peak, C inverse, Ex
 /// these for each of the cases, and vectorize one copy of a sum.
 template <class C>
 struct Logits {
-  core::Input<C> x;
+  Input<C> x;
   const C* bias;  // may be null
   C scale, cap;  // cap: 0 without a softcap
 
@@ -112,7 +94,7 @@ struct Logits {
 
   /// `count` of them from column `first` on, in x or in the stage.
   const C* load_uncapped(int64_t first, int64_t count, C* stage) const {
-    const C* v = core::vectorized<C>([&] { return core::widen_all(x + first, stage, count); });
+    const C* v = vectorized<C>([&] { return widen_all(x + first, stage, count); });
     if (!bias && scale == 1) return v;
     for (int64_t i = 0; i < count; ++i) stage[i] = (v[i] + (bias ? bias[first + i] : C(0))) * scale;
     return stage;
@@ -127,7 +109,7 @@ struct Logits {
   /// Multiplies gradients by the softcap's slopes.
   void multiply_by_slopes(C* gradient, int64_t first, int64_t count) const {
     if (!(cap > 0)) return;
-    C stage[core::kStage];
+    C stage[kStage];
     const C* v = load_uncapped(first, count, stage);
     for (int64_t i = 0; i < count; ++i) gradient[i] *= softcap_slope(v[i], cap);
   }
@@ -136,9 +118,9 @@ struct Logits {
 /// Calls f(first, count, v) on n logits, block by block.
 template <class C, class F>
 void for_blocks(const Logits<C>& x, int64_t n, const F& f) {
-  C stage[core::kStage];
-  for (int64_t first = 0; first < n; first += core::kStage) {
-    const int64_t count = std::min(core::kStage, n - first);
+  C stage[kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
     f(first, count, x.load(first, count, stage));
   }
 }
@@ -147,10 +129,9 @@ void for_blocks(const Logits<C>& x, int64_t n, const F& f) {
 template <class C>
 C peak_of(const Logits<C>& x, int64_t n) {
   C out = std::numeric_limits<C>::lowest();
-  for_blocks(x, n, [&](int64_t, int64_t count, const C* v) {
-    out = core::vectorized<C>([&] { return largest(v, count, out); });
-  });
+  for_blocks(
+      x, n, [&](int64_t, int64_t count, const C* v) { out = vectorized<C>([&] { return largest(v, count, out); }); });
   return out;
 }
 
-}  // namespace liger::ops
+}  // namespace liger::core

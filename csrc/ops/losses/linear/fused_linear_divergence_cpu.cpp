@@ -159,14 +159,14 @@ struct CpuRows {
     if (r.phase == Phase::Values || r.phase == Phase::Write) {
       of = {saved[row], saved[stride + row], saved[2 * stride + row], saved[3 * stride + row], saved[4 * stride + row]};
     } else {
-      const Facts facts = scan(s, t);
+      const Shares shares = scan(s, t);
       if (r.phase == Phase::Scan) {
-        std::transform(facts.begin(), facts.end(), r.facts.data_ptr<C>() + row * kinds::SHARES, [](double fact) {
-          return C(fact);
+        std::transform(shares.begin(), shares.end(), r.facts.data_ptr<C>() + row * kinds::SHARES, [](double share) {
+          return C(share);
         });
         return;
       }
-      const auto [s_peak, s_total, exponents, differences, t_peak, t_total] = facts;
+      const auto [s_peak, s_total, exponents, differences, t_peak, t_total] = shares;
       r.entropy.data_ptr<C>()[row] = C(std::log(s_total) - exponents / s_total);
       of = {C(s_peak), C(s_total), C(t_peak), C(t_total), C(0)};
       const Row<C> numbers(of, temperature, beta);
@@ -195,9 +195,9 @@ struct CpuRows {
   }
 
   /// In the order of the kernel's shares.
-  using Facts = std::array<double, size_t(kinds::SHARES)>;
+  using Shares = std::array<double, size_t(kinds::SHARES)>;
 
-  Facts scan(const Logits<C>& s, const Logits<C>& t) const {
+  Shares scan(const Logits<C>& s, const Logits<C>& t) const {
     const C s_peak = peak_of(s, n), t_peak = peak_of(t, n);
     ExpSums of_s, of_t;
     for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {

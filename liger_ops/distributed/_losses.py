@@ -57,6 +57,8 @@ class Call:
 
     OF_ROWS: tuple[str, ...] = ("target", "token_weight", "mask")
     WHOLE: tuple[str, ...] = ("totals", "total")
+    # Read where they lie: what the layout is that of, and what forward wrote.
+    LOCAL: tuple[str, ...] = ("logits", "stats", "chosen", "of_log_probs", "of_entropy")
 
     def __init__(self, op: str, given: dict[str, Any]) -> None:
         if given.get("group"):
@@ -83,7 +85,8 @@ class Call:
             return None if value is None else self.upstream(value)
         if name in self.OF_ROWS or name in self.WHOLE:
             return self.part(name, self.rows if name in self.OF_ROWS else self.everywhere)
-        # What forward wrote is read where it lies.
+        if isinstance(value, DTensor) and name not in self.LOCAL:
+            raise ValueError(f"{self.op}: {name} must be a plain tensor (got a DTensor)")
         return value._local_tensor if isinstance(value, DTensor) else value
 
     def arguments(self) -> dict[str, Any]:

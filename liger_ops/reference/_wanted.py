@@ -8,8 +8,9 @@ T = TypeVar("T")
 # Of linear layers and losses. Beyond them are the gradients of low-rank inputs and weights.
 WANT_INPUT, WANT_WEIGHT, WANT_BIAS = 1, 2, 4
 
-# Of fused_linear_cross_entropy, above the gradients: results.
+# Above the gradients: results of fused_linear_cross_entropy, and of fused_linear_log_probs.
 WANT_METRICS, WANT_LOG_PROBS = 32, 64
+WANT_LOG_SUM_EXP = 32
 
 
 def if_wanted(wanted: int, *gradients: T) -> list[T | None]:

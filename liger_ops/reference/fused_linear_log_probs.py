@@ -1,20 +1,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._linear import Head, Linear
-from ._operator import demand, demand_positive, hint_if_swapped, operator
+from ._operator import demand, demand_positive, form_of, hint_if_swapped, operator
 from ._split import split_of, splittable, vocab_parallel
 from .log_probs import log_probs as rows_of
 
 
 class LinearLogProbs(NamedTuple):
     """The log-probabilities of ids, and facts about each position's distribution; these are (0,) if not requested.
-    `log_probs`, `entropy` and `log_sum_exp` have gradients. `is_top1` is bool, the others are fp32."""
+    Only `log_probs` and `entropy` have gradients. `is_top1` is bool, the others are fp32."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    mean_logits: Tensor
+    log_sum_sq_probs: Tensor
+    is_top1: Tensor
+
+
+class LinearLogProbsWithLogSumExp(NamedTuple):
+    """:class:`LinearLogProbs`, and log(sum of exp(z)) of each position, in fp32, which has a gradient."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -27,10 +37,10 @@ class LinearLogProbs(NamedTuple):
 def _of_linear(
     op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, logits_scale: float,
     softcap: float | None, temperature: float, ignore_index: int, entropy: bool, entropy_grad: bool, mean_logits: bool,
-    log_sum_sq_probs: bool, is_top1: bool, log_sum_exp: bool, memory_budget: int | None, group: str, classes: int,
+    log_sum_sq_probs: bool, is_top1: bool, memory_budget: int | None, group: str, classes: int,
     class_sizes: Sequence[int] | None, sequence_dim: int | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None,
-) -> LinearLogProbs:  # fmt: skip
+) -> LinearLogProbsWithLogSumExp:  # fmt: skip
     demand_positive(op, "temperature", temperature)
     same_bias = None if bias is None else bias.to(input.dtype)
     head = Head(
@@ -57,10 +67,10 @@ def _of_linear(
     logs, *facts = linear.map(facts_of, ids)
     wanted = (
         (entropy, tokens), (mean_logits, tokens), (log_sum_sq_probs, tokens), (is_top1, target.shape),
-        (log_sum_exp, tokens),
+        (True, tokens),
     )  # fmt: skip
     described = (t.reshape(shape) if requested else t.new_empty(0) for t, (requested, shape) in zip(facts, wanted))
-    return LinearLogProbs(logs.reshape(target.shape), *described)
+    return LinearLogProbsWithLogSumExp(logs.reshape(target.shape), *described)
 
 
 @operator()
@@ -80,7 +90,6 @@ def fused_linear_log_probs(
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
     is_top1: bool = False,
-    log_sum_exp: bool = False,
     memory_budget: int | None = None,
     group: str = "",
     classes: int = 0,
@@ -99,9 +108,9 @@ def fused_linear_log_probs(
     low_rank_weight.T + bias)``, those of a head with an adapter, which counts as a part of the head below.
 
     With z the softcapped logits divided by `temperature` and p their softmax: `log_probs` has the shape of `target`,
-    and `entropy`, `mean_logits`, the mean of z, `log_sum_sq_probs`, log(sum of p squared), and `log_sum_exp`,
-    log(sum of exp(z)), have that of the positions. `is_top1` says for each id whether it is the first with the largest
-    z. A position whose ids are all ignored has results of 0. `temperature` and `softcap` are positive.
+    and `entropy`, `mean_logits`, the mean of z, and `log_sum_sq_probs`, log(sum of p squared), have that of the
+    positions. `is_top1` says for each id whether it is the first with the largest z. A position whose ids are all
+    ignored has results of 0. `temperature` and `softcap` are positive.
 
     Results and gradients are those of fp32 logits (fp64 for fp64).
 
@@ -115,18 +124,40 @@ def fused_linear_log_probs(
     `memory_budget`, logits take at most 320 MiB in forward without gradients, 640 MiB in forward that computes them,
     and 320 to 1280 MiB in backward. If the head takes a gradient, backward needs the tensor arguments, three fp32
     numbers per position and one per id. For input alone it needs the target and its gradient for upstream gradients of
-    1, |input|, and as much again with `entropy_grad`; with several ids per position or `log_sum_exp` also the weight and these numbers;
-    with `entropy` but without `entropy_grad` also the tensor arguments and these numbers.
+    1, |input|, and as much again with `entropy_grad`; with several ids per position also the weight and these
+    numbers; with `entropy` but without `entropy_grad`, or with `sequence_dim`, the tensor arguments and these
+    numbers. With `sequence_dim` forward makes no gradient.
 
     >>> found = fused_linear_log_probs(torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, -100]), entropy=True)
     >>> found.log_probs, found.entropy
     (tensor([-1.3863, -1.3863,  0.0000]), tensor([1.3863, 1.3863, 0.0000]))
     """
-    return _of_linear(
+    found = _of_linear(
         "fused_linear_log_probs", input, weight, target, bias, logits_scale, softcap, temperature, ignore_index,
-        entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, log_sum_exp, memory_budget, group, classes, class_sizes,
+        entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget, group, classes, class_sizes,
         sequence_dim, low_rank_input, low_rank_weight,
     )  # fmt: skip
+    return LinearLogProbs(*found[:-1])
+
+
+@form_of(fused_linear_log_probs)
+def fused_linear_log_probs_with_log_sum_exp(**given: Any) -> LinearLogProbsWithLogSumExp:
+    """:func:`fused_linear_log_probs` with log(sum of exp(z)) of each position, which has a gradient.
+
+    input: (..., n), weight: (V, n), target: (...) or (..., K) indices, bias: (V,), low_rank_input: (..., r),
+    low_rank_weight: (V, r).
+
+    A log-probability plus it is the id's z, and the z of another id minus it is a log-probability. A position whose ids are
+    all ignored has 0.
+
+    Cost: as there. If input alone takes a gradient, backward also needs the weight, three fp32 numbers per position and one
+    per id.
+
+    >>> found = fused_linear_log_probs_with_log_sum_exp(torch.ones(1, 2), torch.ones(4, 2), torch.tensor([0]))
+    >>> found.log_sum_exp
+    tensor([3.3863])
+    """
+    return _of_linear(**given)
 
 
 vocab_parallel_fused_linear_log_probs = vocab_parallel(fused_linear_log_probs)

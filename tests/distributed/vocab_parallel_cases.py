@@ -22,6 +22,7 @@ from tests.support.pairs import pairs_of
 
 CASES = Cases()
 LOG_PROBS, DIVERGENCE = "fused_linear_log_probs", "fused_linear_divergence"
+WITH_SUM = f"{LOG_PROBS}_with_log_sum_exp"
 INPUTS = ("input", "s_input", "t_input", "low_rank_input")
 # Names of the results, by their number.
 RESULTS = {
@@ -29,6 +30,7 @@ RESULTS = {
     2: ("divergence", "entropy"),
     3: ("loss", "log_probs", "entropy"),
     4: ("loss", "z_loss", "token_accuracy", "predicted"),
+    5: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1"),
     6: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1", "log_sum_exp"),
 }
 LOGITS = ("cross_entropy", "cross_entropy_with_metrics")
@@ -67,11 +69,13 @@ def same_everywhere(name: str, t: Tensor, group: Any) -> None:
         assert torch.equal(torch.nan_to_num(other), torch.nan_to_num(t)), f"{name} differs between ranks"
 
 
-def run(op: Callable, leaves: dict[str, Tensor], arguments: dict[str, Any], upstream: Callable) -> tuple[list, dict]:
-    """(results, gradients by name)"""
+def run(
+    op: Callable, leaves: dict[str, Tensor], arguments: dict[str, Any], upstream: Callable, only: str = ""
+) -> tuple[list, dict]:
+    """(results, gradients by name). only: the name of the gradient that backward computes; all if empty."""
     leaves = {k: t.detach().clone().requires_grad_(t.requires_grad) for k, t in leaves.items()}
     results = listed(op(**leaves, **arguments))
-    wanted = {k: t for k, t in leaves.items() if t.requires_grad}
+    wanted = {k: t for k, t in leaves.items() if t.requires_grad and only in (k, "")}
     if not wanted:
         return [t.detach() for t in results], {}
     differentiable = [t for t in results if t.requires_grad]
@@ -101,6 +105,7 @@ def compare(
     others: dict[str, Any],
     sequence_dim: int | None = None,
     class_sizes: Sequence[int] | None = None,
+    only: str = "",
 ) -> None:
     """leaves: floating-point tensors, whole. class_dims: the dimension of each that is split by class."""
 
@@ -112,8 +117,9 @@ def compare(
     if sequence_dim is not None:
         arguments["sequence_dim"] = sequence_dim
     mine = {k: part(k, t).contiguous() for k, t in leaves.items()}
-    results, grads = run(getattr(F, name), mine, arguments, upstream_of)
-    again = run(getattr(F, name), mine, arguments, upstream_of)
+    compute = partial(run, only=only)
+    results, grads = compute(getattr(F, name), mine, arguments, upstream_of)
+    again = compute(getattr(F, name), mine, arguments, upstream_of)
     for a, b in zip([*results, *grads.values()], [*again[0], *again[1].values()]):
         assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "another run gives other bits"
     formula = getattr(F, name).reference
@@ -122,11 +128,11 @@ def compare(
         return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
 
     exact_leaves, exact_others = ({k: wide(t) for k, t in given.items()} for given in (leaves, others))
-    truth = run(formula, exact_leaves, exact_others, upstream_of)
+    truth = compute(formula, exact_leaves, exact_others, upstream_of)
     # What runs without a library.
     exact_mine, exact_arguments = ({k: wide(t) for k, t in given.items()} for given in (mine, arguments))
-    of_formula = run(formula, exact_mine, exact_arguments, upstream_of)
-    eager = run(formula, leaves, others, upstream_of)
+    of_formula = compute(formula, exact_mine, exact_arguments, upstream_of)
+    eager = compute(formula, leaves, others, upstream_of)
     names = RESULTS[len(results)]
     # Logits are rounded to the dtype, in ours as in eager code.
     dtype = next(iter(leaves.values())).dtype
@@ -137,7 +143,7 @@ def compare(
     def bounds_of(leaves: dict[str, Tensor], precision: torch.dtype) -> Roundings:
         def of_rounded(draw: int) -> list[Tensor]:
             changed = dict(zip(leaves, rounded([*leaves.values()], precision, draw)))
-            return flat(run(formula, changed, exact_others, upstream_of))
+            return flat(compute(formula, changed, exact_others, upstream_of))
 
         return Roundings(flat(truth), of_rounded, leaves.values(), precision)
 
@@ -156,7 +162,7 @@ def compare(
         # A mean of no targets is NaN.
         assert torch.equal(ours.isnan(), exact.isnan()), f"{what}: NaN at other places"
         ours, theirs, exact, found = map(torch.nan_to_num, (ours, theirs, exact, found))
-        scale = 1.0 if name == LOG_PROBS else 0.0
+        scale = 1.0 if name.startswith(LOG_PROBS) else 0.0
         # Logits are rounded to the dtype, in ours as in eager code; errors of a few of them may be small by chance.
         noise = 8 * (torch.finfo(ours.dtype).eps if name == DIVERGENCE else eps)
         assert_no_worse(what, ours, theirs, exact, scale=scale, noise=noise, bounds=(bounds, i))
@@ -225,10 +231,14 @@ def of_linear(
     mesh: Any, op: str = LINEAR[0], dtype: torch.dtype = torch.float64, shape: Sequence[int] = (2, 6), hidden: int = 8,
     classes: int = 50, among: Sequence[int] | None = None, nothing: bool = False,
     class_sizes: Callable[[int], list[int]] | None = None, sequence_dim: int | None = None, scale: float = 1.5,
-    more: dict[str, Any] | None = None, **case: Any,
+    more: dict[str, Any] | None = None, only: str = "", **case: Any,
 ) -> None:  # fmt: skip
     """scale: of logits. more: arguments of the operator."""
-    makers = {LOG_PROBS: linear_losses.of_log_probs, DIVERGENCE: linear_losses.of_divergence}
+    makers = {
+        LOG_PROBS: linear_losses.of_log_probs,
+        WITH_SUM: linear_losses.of_log_probs,
+        DIVERGENCE: linear_losses.of_divergence,
+    }
     make = makers.get(op, linear_losses.of_cross_entropy)
     leaves, others = make((tuple(shape), hidden, classes), on(mesh, dtype), "cpu", **case)
     for k, t in leaves.items():
@@ -239,7 +249,7 @@ def of_linear(
     in_place(mesh, leaves, others, among)
     sizes = class_sizes and class_sizes(mesh.size())
     dims = {k: 0 for k in leaves if k.endswith(("weight", "bias"))}
-    compare(op, Split(mesh, classes, sizes), leaves, dims, others | (more or {}), sequence_dim, sizes)
+    compare(op, Split(mesh, classes, sizes), leaves, dims, others | (more or {}), sequence_dim, sizes, only)
 
 
 def divided(classes: int, sizes: Sequence[int]) -> list[int]:
@@ -361,17 +371,24 @@ for label, changes in LARGE.items():
     CASES.add(f"large, {label}, two buffers", of_linear, **given | dict(shape=(3, 1024)) | two)
 
 
+# Backward divides the tokens into other chunks than forward, which expects all gradients.
+for dim in (None, 1):
+    case = dict(reduction="none", dtype=torch.bfloat16, shape=(4, 24), bias=True, more=dict(memory_budget=9000))
+    name = named("linear", "gradient of bias alone", dim and "sequence")
+    CASES.add(name, of_linear, sequence_dim=dim, only="bias", **case)
+
+
 # ---- Log-probabilities
 
 
-FACTS = dict(entropy=True, mean_logits=True, log_sum_sq_probs=True, log_sum_exp=True)
+FACTS = dict(entropy=True, mean_logits=True, log_sum_sq_probs=True)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "facts": dict(more=FACTS | dict(is_top1=True)),
+    "facts": dict(op=WITH_SUM, more=FACTS | dict(is_top1=True)),
     "all options": dict(options="all", more=FACTS | dict(is_top1=True)),
     "chunks": dict(more=dict(entropy=True, memory_budget=2000), shape=(4, 6)),
     "large logits": dict(options="entropy", scale=15.0),
-    "bfloat16": dict(dtype=torch.bfloat16, more=FACTS),
+    "bfloat16": dict(op=WITH_SUM, dtype=torch.bfloat16, more=FACTS),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "": {},
@@ -384,7 +401,7 @@ for label, ids, frozen, form in pairs_of(KINDS, (None, 3), ("", "weight bias", "
     name = named("log_probs", label, ids and f"{ids} ids", frozen and f"frozen {frozen}", form)
     CASES.add(name, of_linear, **case)
 for label, frozen, dim in pairs_of(UNEVEN, ("", "weight"), (None, 1)):
-    case = dict(op=LOG_PROBS, frozen=frozen, sequence_dim=dim, ids=2, **KINDS["facts"])
+    case = dict(frozen=frozen, sequence_dim=dim, ids=2, **KINDS["facts"])
     name = named("log_probs", label, frozen and f"frozen {frozen}", dim and "sequence")
     CASES.add(name, of_linear, **case, **UNEVEN[label])
 

@@ -189,6 +189,7 @@ ROWS = [
     row_of("fused_linear_log_probs", f"bias {LOW_RANK}", dict(entropy=True)),
     row_of("fused_linear_log_probs", "", dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)),
     row_of("fused_linear_log_probs", "", SPLIT),
+    row_of("fused_linear_log_probs_with_log_sum_exp", "", dict(temperature=2.0, entropy=True)),
     row_of("fused_linear_log_probs", "", SPLIT | dict(entropy=True, sequence_dim=1)),
     row_of("fused_linear_divergence", "s_bias", SPLIT | dict(beta=0.5)),
     row_of("fused_linear_divergence", "s_bias", SPLIT | dict(reduction="sum", sequence_dim=1)),

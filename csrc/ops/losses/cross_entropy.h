@@ -141,12 +141,12 @@ struct RowsOut {
   int64_t* predicted = nullptr;
   const Facts* facts = nullptr;
 
-  /// Addresses for the rows from `row` on, whose statistics form an array (3, rows) of their own.
+  /// Addresses for the rows from `row` on, without statistics.
   RowsOut from(int64_t row, size_t element) const {
     RowsOut out = *this;
     const int64_t bytes = row * int64_t(element);
     for (char** at : {&out.loss, &out.z_loss, &out.accuracy}) *at += *at ? bytes : 0;
-    if (stats) out.stats += 3 * bytes;
+    out.stats = nullptr;
     if (predicted) out.predicted += row;
     return out;
   }

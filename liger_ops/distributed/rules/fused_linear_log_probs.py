@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from ...reference._wanted import WANT_LOG_SUM_EXP
 from .._linear import GRADIENTS, LinearCall
 from .._losses import Call, R, Result, loss_on_dtensors, of_rows, replicated, spread
 from .._sharding import on_dtensors
@@ -27,6 +28,10 @@ def if_asked(name: str, place: Result) -> Result:
     return lambda call, t: (place if call.given[name] else replicated)(call, t)
 
 
+def of_sums(call: Call, t: Tensor) -> Tensor:
+    return (of_rows if call.given["wanted"] & WANT_LOG_SUM_EXP else replicated)(call, t)
+
+
 def of_statistics(call: Call, t: Tensor) -> Tensor:
     return spread(t, call.mesh, call.rows, (*call.shape, 3))
 
@@ -40,14 +45,16 @@ def of_input(call: LinearCall, t: Tensor) -> Tensor:
 FACTS = (
     *(if_asked(name, of_rows) for name in ("entropy", "mean_logits", "log_sum_sq_probs")),
     if_asked("is_top1", of_ids),
-    if_asked("log_sum_exp", of_rows),
 )
 loss_on_dtensors(
     OP,
     LinearCall,
-    results=(of_ids, *FACTS, of_statistics, of_ids, of_input, of_input),
+    results=(of_ids, *FACTS, of_sums, of_statistics, of_ids, of_input, of_input),
     gradients=GRADIENTS,
-    forms={"": (dict(wanted=0), range(6))},
+    forms={
+        "_with_log_sum_exp": (dict(wanted=WANT_LOG_SUM_EXP), range(6)),
+        "": (dict(wanted=0), range(5)),
+    },
 )
 
 

@@ -12,7 +12,8 @@ from tests.support.families.linear_losses import check, least_budget, of_log_pro
 from tests.support.pairs import pairwise
 
 op = F.fused_linear_log_probs
-EXTRAS = dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True, log_sum_exp=True)
+with_sums = F.fused_linear_log_probs_with_log_sum_exp
+EXTRAS = dict(mean_logits=True, log_sum_sq_probs=True, is_top1=True)
 
 
 # For test_properties.py.
@@ -37,10 +38,11 @@ def vary(draw, arguments):
 )
 def test_gradients_of_one_result_alone(upstream, announced, ids, frozen, device):
     given, others = of_log_probs(((40,), 32, 100), torch.float32, device, ids=ids, frozen=frozen, bias=True)
-    others |= dict(entropy=True, entropy_grad=announced, log_sum_exp=True)
+    others |= dict(entropy=True, entropy_grad=announced)
+    form = with_sums if upstream == "log_sum_exp" else op
     wanted = [name for name, t in given.items() if t.requires_grad]
     grads = []
-    for function, dtype in ((op, torch.float32), (op.reference, torch.float64)):
+    for function, dtype in ((form, torch.float32), (form.reference, torch.float64)):
         leaves = {name: like(t, dtype) for name, t in given.items()}
         found = getattr(function(**leaves, **others), upstream)
         weights = torch.arange(found.numel(), device=device, dtype=dtype).view(found.shape).sin()
@@ -57,7 +59,9 @@ def test_facts_about_the_distribution(dtype, softcap, ids, device):
     others["target"][1] = 7
     others |= dict(softcap=softcap, temperature=0.8, entropy=True, **EXTRAS)
     exact = {name: like(t, torch.float64) for name, t in given.items()}
-    found, eager, expected = op(**given, **others), op.reference(**given, **others), op.reference(**exact, **others)
+    found, eager, expected = (
+        f(**t, **others) for f, t in zip((with_sums, *[with_sums.reference] * 2), (given, given, exact))
+    )
     for name in ("mean_logits", "log_sum_sq_probs"):
         assert not getattr(found, name).requires_grad
         results = [getattr(r, name).detach() for r in (found, eager, expected)]
@@ -75,13 +79,13 @@ def test_facts_about_the_distribution(dtype, softcap, ids, device):
 def test_unrequested_results_are_empty(device):
     given, others = of_log_probs(((3, 5), 8, 20), torch.bfloat16, device, ids=2)
     found = op(**given, **others)
-    assert [t.shape for t in found] == [(3, 5, 2)] + [(0,)] * 5
-    assert [t.dtype for t in found] == [torch.float32] * 4 + [torch.bool, torch.float32]
+    assert [t.shape for t in found] == [(3, 5, 2)] + [(0,)] * 4
+    assert [t.dtype for t in found] == [torch.float32] * 4 + [torch.bool]
     assert found.log_probs.requires_grad and not any(t.requires_grad for t in found[1:])
     asked = op(**given, **others, entropy=True, **EXTRAS)
     assert torch.equal(asked.log_probs, found.log_probs)
-    assert [t.shape for t in asked] == [(3, 5, 2), (3, 5), (3, 5), (3, 5), (3, 5, 2), (3, 5)]
-    assert [t.requires_grad for t in asked] == [True, True, False, False, False, True]
+    assert [t.shape for t in asked] == [(3, 5, 2), (3, 5), (3, 5), (3, 5), (3, 5, 2)]
+    assert [t.requires_grad for t in asked] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("frozen", ["", "weight bias"])
@@ -91,7 +95,7 @@ def test_ignored_positions_are_zero_whatever_they_hold(ids, frozen, device):
     given["input"].data[::4] = math.nan
     others["target"][::4] = -100
     others["target"][1] = 0
-    found = op(**given, **others, entropy=True, **EXTRAS)
+    found = with_sums(**given, **others, entropy=True, **EXTRAS)
     assert not any(t[::4].any() for t in found)
     (slope,) = torch.autograd.grad(
         found.log_probs.sum() + found.entropy.sum() + found.log_sum_exp.sum(), given["input"]

@@ -192,14 +192,16 @@ struct ForwardLoss {
       state.rows.forward_backward(c.logits, c.first, part, totals, upstream);
     } else {
       Tensor own;
-      if (!part.stats && (is_split() ? now : log_prob != nullptr)) own = stats(rows);
-      if (own.defined()) part.stats = at(own);
+      const Tensor& kept = results.rows.stats;
+      if (kept.defined() || (is_split() ? now : log_prob != nullptr)) own = stats(rows);
+      part.stats = at(own);
       if (is_split()) {
         state.rows.combine(c.facts, c.gathered.wait(), c.first, part, log_prob, entropy);
       } else {
         state.rows.forward(c.logits, c.first, part);
         if (log_prob) state.rows.describe(c.logits, c.first, part.stats, log_prob, entropy);
       }
+      if (kept.defined()) kept.narrow(1, c.first, rows).copy_(own);
       if (now && c.logits.size(1) > 0) state.rows.backward(c.logits, c.first, part.stats, totals, upstream);
     }
     if (now) state.add(c.logits, c.first);
@@ -310,6 +312,10 @@ Forward forward(const Call& call, const Tensor& divisors, Wanted wanted) {
       if (!o.reduced()) restore(*t);
     }
     for (Tensor* t : {&out.rows.predicted, &out.log_probs, &out.entropy}) restore(*t);
+    for (int64_t i = 0; out.rows.stats.defined() && i < 3; ++i) {
+      Tensor each = out.rows.stats.select(0, i);
+      each.copy_(division.order.restore(each, call.target.sizes()).view(-1));
+    }
   }
   return out;
 }
@@ -326,12 +332,15 @@ Gradients backward(const Call& call, const Tensor& grad, const Tensor& stats, co
   Tensor incoming = division.order.arrange(grad).to(compute_type(call.input)).contiguous();
   Tensor token_weight = rows_of_token_weight(call, division.order);
   if (token_weight.defined()) incoming = incoming * token_weight;
-  const auto* at = static_cast<const char*>(stats.const_data_ptr());
+  // Backward may want fewer gradients, and so have other chunks.
+  auto of_rows = [&](int64_t i) { return division.order.arrange(stats.select(0, i).view(sizes)); };
+  const Tensor all = division.order.is_split() ? at::stack({of_rows(0), of_rows(1), of_rows(2)}) : stats;
   Tensor buffer = state.buffer();
   run_blocks(division, {&state.head}, [&](int64_t first, int64_t count, int64_t, int64_t classes) {
     Tensor logits = state.logits(buffer, first);
-    const char* stats_of = at + 3 * first * int64_t(stats.element_size());
-    if (classes > 0) state.rows.backward(logits, first, stats_of, totals, Upstream(incoming.narrow(0, first, count)));
+    const Tensor own = all.narrow(1, first, count).contiguous();
+    const auto* at = static_cast<const char*>(own.const_data_ptr());
+    if (classes > 0) state.rows.backward(logits, first, at, totals, Upstream(incoming.narrow(0, first, count)));
     state.add(logits, first);
   });
   state.finish();

@@ -10,7 +10,8 @@
 // weight.
 //
 // Each chunk rounds d weight. If there are more than kMostRoundings chunks, and in backward, the statistics of all rows
-// are known before the gradients, which are computed from all tokens and some classes at a time (BlockPlan).
+// are known before the gradients, which are computed from all tokens and some classes at a time
+// (divide_classes).
 //
 // If the classes are split over ranks, a rank scans its logits of a part, and needs the facts of all ranks for the
 // values and gradients. The values, sums over classes, are added up over the ranks at the end, but for the mean that

@@ -4,15 +4,16 @@
 //
 // input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,), low_rank_input: (..., R) and
 // low_rank_weight: (V, R), of an adapter. Returns log p of the ids and, where they are wanted, of each token the
-// entropy, the mean of z, log(sum of p^2), whether an id has the largest z, and log(sum of exp(z)). The first two and
-// the last have gradients. fp32 input goes with a half-precision weight too.
+// entropy, the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have gradients. fp32
+// input goes with a half-precision weight too.
 //
-// If only input requires a gradient, its gradient is linear in each token's upstream gradients: forward multiplies
-// weight by the gradients of logits for an upstream gradient of 1, and backward scales the rows. Several ids of a token
-// have different upstream gradients, and so has a single one beside log(sum of exp(z)): backward adds their rows of
-// weight. The product for the entropy is made under
-// entropy_grad; without it a gradient of the entropy makes backward compute the logits again, as it does for the
-// gradients of the head.
+// fused_linear_log_probs_with_log_sum_exp also returns log(sum of exp(z)), which has a gradient.
+//
+// If only input requires a gradient and is not split along a sequence, its gradient is linear in each token's upstream
+// gradients: forward multiplies weight by the gradients of logits for an upstream gradient of 1, and backward scales
+// the rows. Several ids of a token have different upstream gradients, and so has a single one beside log(sum of
+// exp(z)): backward adds their rows of weight. The product for the entropy is made under entropy_grad; without it a
+// gradient of the entropy makes backward compute the logits again, as it does for the gradients of the head.
 //
 // With `group`, the name of a process group, its ranks have the rows of `weight` and `bias` of different classes, and
 // `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input
@@ -37,21 +38,25 @@ struct Meta {
   static constexpr Device device{};
 };
 
-constexpr const char *kOp = "fused_linear_log_probs", *kBackward = "fused_linear_log_probs backward";
+constexpr const char *kOp = "fused_linear_log_probs", *kWithSum = "fused_linear_log_probs_with_log_sum_exp",
+                     *kBackward = "fused_linear_log_probs backward";
+
+/// Of `wanted`, beside the gradients.
+constexpr int64_t kLogSumExp = 1 << 5;
 
 Call check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     double logits_scale, std::optional<double> softcap, double temperature, int64_t ignore_index, bool entropy,
-    bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, bool log_sum_exp,
-    std::optional<int64_t> memory_budget, c10::string_view group, int64_t all_classes, ClassSizes sizes,
-    std::optional<int64_t> sequence_dim, const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
+    bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, std::optional<int64_t> memory_budget,
+    c10::string_view group, int64_t all_classes, ClassSizes sizes, std::optional<int64_t> sequence_dim,
+    const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
   Vocabulary vocabulary = core::parse_vocabulary(op, group, all_classes, sizes);
   sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, vocabulary);
   check_finite(op, "logits_scale", logits_scale);
   check_positive(op, "softcap", softcap);
   check_positive(op, "temperature", temperature);
   check_memory_budget(op, memory_budget);
-  const Call call{
+  Call call{
       {logits_scale,
        {temperature, ignore_index, softcap},
        entropy,
@@ -59,7 +64,7 @@ Call check(
        mean_logits,
        log_sum_sq_probs,
        is_top1,
-       log_sum_exp,
+       false,
        memory_budget,
        std::move(vocabulary),
        sequence_dim},
@@ -156,7 +161,8 @@ struct Scale
   }
 };
 
-using Results6 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Plain = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using WithSum = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResults = decltype(copies(Forward().tie()));
 
 consteval size_t at(std::string_view argument) { return core::position(schemas::fused_linear_log_probs, argument); }
@@ -168,22 +174,16 @@ template <class Tensors, class Options>
 struct Ops;
 
 template <class... T, class... O>
-struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>, Results6(T..., O...)> {
-  static constexpr const char *kOp = fused_linear_log_probs::kOp, *kSchema = schemas::fused_linear_log_probs;
-  using Edges = core::Positions<at("input"), at("weight"), at("bias"), at("low_rank_input"), at("low_rank_weight")>;
-  // Casts the arguments that F.linear casts. Results are fp32 in any case.
-  using Autocast = core::AutocastLinear<at("input"), at("weight"), at("bias")>;
-  using Cpu = fused_linear_log_probs::Cpu;
-  using Cuda = fused_linear_log_probs::Cuda;
-  using Meta = fused_linear_log_probs::Meta;
-
+struct Ops<void(T...), void(O...)> {
   struct Fwd : core::Private<Fwd, ForwardResults(T..., O..., int64_t)> {
     static constexpr const char *kName = "_fused_linear_log_probs_fwd", *kPublic = schemas::fused_linear_log_probs,
                                 *kArguments = "input..., wanted";
 
     template <class On>
     static ForwardResults run(T... tensors, O... options, int64_t wanted) {
-      const Call call = check(kOp, tensors..., options...);
+      const bool sums = wanted & kLogSumExp;
+      Call call = check(sums ? kWithSum : kOp, tensors..., options...);
+      call.log_sum_exp = sums;
       const auto gradients = WantedGradients::from_bits(wanted);
       Forward out = empty_forward(call, gradients);
       if constexpr (On::device.forward != nullptr) forward(On::device, call, gradients, out);
@@ -215,22 +215,11 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
     }
   };
 
-  using Privates = core::Privates<Fwd, Bwd, Scale>;
-
-  template <class On>
-  static ForwardResults run(bool, T... tensors, O... options) {
-    return Fwd::template run<On>(tensors..., options..., 0);
-  }
-
-  static ForwardResults run_forward(T... tensors, O... options) {
-    const int64_t wanted = required(Edges(), tensors..., options...);
-    at::AutoDispatchBelowADInplaceOrView below;
-    return Fwd::call(tensors..., options..., wanted);
-  }
-
-  /// input, weight, target, bias, stats, chosen, of_log_probs, of_entropy, low_rank_input, low_rank_weight
-  struct Node : core::BackwardNode<Node, 10> {
-    typename Ops::Options options;
+  /// input, weight, target, bias, stats, chosen, of_log_probs, of_entropy, low_rank_input, low_rank_weight. kSums: with
+  /// log_sum_exp.
+  template <bool kSums>
+  struct Node : core::BackwardNode<Node<kSums>, 10> {
+    decltype(std::tuple_cat(core::stored<O>(std::declval<O>())...)) options;
 
     auto state() { return std::tie(options); }
     std::string name() const override { return kOp; }
@@ -244,8 +233,7 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
       const bool entropy = std::get<option("entropy")>(all), entropy_grad = std::get<option("entropy_grad")>(all);
       // Saved only if backward reads it.
       const bool recomputes = !out.of_log_probs.defined() || (entropy && !entropy_grad);
-      const bool log_sum_exp = std::get<option("log_sum_exp")>(all);
-      const bool reads_head = recomputes || log_sum_exp || has_several_ids(input, target);
+      const bool reads_head = recomputes || kSums || has_several_ids(input, target);
       auto if_read = [](const OptionalTensor& t, bool read) { return read ? t : OptionalTensor(); };
       this->save(
           if_read(input, recomputes), if_read(weight, reads_head), target, if_read(bias, recomputes),
@@ -254,13 +242,13 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
           if_read(std::get<option("low_rank_weight")>(all), recomputes));
       this->connect(out.rows.log_probs);
       if (entropy) this->connect(out.rows.entropy);
-      if (log_sum_exp) this->connect(out.log_sum_exp);
+      if (kSums) this->connect(out.log_sum_exp);
     }
 
     core::variable_list backward(core::variable_list&& grads) override {
       // The first is that of log-probabilities. The others are here if their results are.
       const Tensor none, &grad = grads[0], &grad_entropy = std::get<option("entropy")>(options) ? grads[1] : none,
-                         &grad_log_sum_exp = std::get<option("log_sum_exp")>(options) ? grads.back() : none;
+                         &grad_log_sum_exp = kSums ? grads.back() : none;
       if (!grad.defined() && !grad_entropy.defined() && !grad_log_sum_exp.defined()) return core::variable_list(5);
       auto next = [this, i = 0]() mutable { return this->take(i++); };
       const Tensor input = next(), weight = next(), target = next(), bias = next(), stats = next(), chosen = next();
@@ -279,10 +267,40 @@ struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>,
                 this->may_overwrite(of_log_probs, of_log_probs), grad, grad_entropy, grad_log_sum_exp, of_log_probs,
                 of_entropy, target, weight, stats, chosen, std::get<option("logits_scale")>(all),
                 std::get<option("softcap")>(all), std::get<option("temperature")>(all),
-                std::get<option("ignore_index")>(all), std::get<option("log_sum_exp")>(all),
-                std::get<option("group")>(all), std::get<option("classes")>(all), std::get<option("class_sizes")>(all)),
+                std::get<option("ignore_index")>(all), kSums, std::get<option("group")>(all),
+                std::get<option("classes")>(all), std::get<option("class_sizes")>(all)),
             Tensor(), Tensor(), Tensor(), Tensor()};
       });
+    }
+  };
+
+  /// The operator that returns R.
+  template <class R>
+  struct Form : core::Operator<Form<R>, R(T..., O...)> {
+    static constexpr bool kSums = std::is_same_v<R, WithSum>;
+    static constexpr const char *kOp = kSums ? kWithSum : fused_linear_log_probs::kOp,
+                                *kSchema = kSums ? schemas::fused_linear_log_probs_with_log_sum_exp
+                                                 : schemas::fused_linear_log_probs;
+    static constexpr int64_t kWanted = kSums ? kLogSumExp : 0;
+    using Edges = core::Positions<at("input"), at("weight"), at("bias"), at("low_rank_input"), at("low_rank_weight")>;
+    // Casts the arguments that F.linear casts. Results are fp32 in any case.
+    using Autocast = core::AutocastLinear<at("input"), at("weight"), at("bias")>;
+    using Node = Ops::Node<kSums>;
+    // Of both forms.
+    using Privates = std::conditional_t<kSums, core::Privates<>, core::Privates<Fwd, Bwd, Scale>>;
+    using Cpu = fused_linear_log_probs::Cpu;
+    using Cuda = fused_linear_log_probs::Cuda;
+    using Meta = fused_linear_log_probs::Meta;
+
+    template <class On>
+    static ForwardResults run(bool, T... tensors, O... options) {
+      return Fwd::template run<On>(tensors..., options..., kWanted);
+    }
+
+    static ForwardResults run_forward(T... tensors, O... options) {
+      const int64_t wanted = kWanted | required(Edges(), tensors..., options...);
+      at::AutoDispatchBelowADInplaceOrView below;
+      return Fwd::call(tensors..., options..., wanted);
     }
   };
 };
@@ -292,6 +310,7 @@ using Linear = Ops<Types::Tensors, Types::Options>;
 
 }  // namespace
 
-LIGER_OPERATOR(Linear)
+LIGER_OPERATOR(Linear::Form<Plain>)
+LIGER_OPERATOR(Linear::Form<WithSum>)
 
 }  // namespace liger::ops::fused_linear_log_probs

@@ -6,11 +6,12 @@
 //
 // M tokens, H hidden, V classes, K ids per token.
 //
-// Forward takes T tokens and all classes at a time. If only input requires a gradient, the rows of log_probs overwrite
-// a chunk of logits with its gradient for an upstream gradient of 1, and a second GEMM multiplies it by weight.
+// Forward takes T tokens and all classes at a time. If only input requires a gradient and is not split along a
+// sequence, the rows of log_probs overwrite a chunk of logits with its gradient for an upstream gradient of 1, and a
+// second GEMM multiplies it by weight.
 //
 // Backward computes the logits again. For the gradients of the head it takes all tokens and some classes at a time, see
-// BlockPlan. That of input is summed over the classes in fp32.
+// divide_classes(). That of input is summed over the classes in fp32.
 
 #include "core/aten.h"
 #include "ops/losses/linear/loop.h"

@@ -15,8 +15,8 @@ inline at::Tensor inverse_or_zero(const at::Tensor& total) {
   return at::where(total == 0, at::zeros_like(total), total.reciprocal());
 }
 
-/// fp16 cannot represent small gradients, so forward scales those of weight and bias down by a power of two. Fills the
-/// factors that backward applies, (of input's gradient, of weight's and bias's), and returns that power. inverse:
+/// fp16 cannot represent small gradients, so forward scales those of the head itself down by a power of two. Fills
+/// the factors that backward applies, (of the tokens' gradients, of the head's), and returns that power. inverse:
 /// another factor for both, if defined.
 inline double defer_scale(at::Tensor& factors, int64_t tokens, const at::Tensor& inverse) {
   int64_t halvings = 0;

@@ -40,6 +40,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Formulas would be compared with themselves.
+    if liger_ops._loaded.library is None and os.environ.get("LIGER_OPS_LIBRARY") != "0":
+        raise pytest.UsageError(
+            "no operator library is loaded: `make build` (LIGER_OPS_LIBRARY=0 tests the formulas alone)"
+        )
+    os.environ["LIGER_OPS_TEST_SEED"] = str(config.getoption("--seed"))  # for processes of groups
     if config.getoption("--no-onednn"):
         torch.backends.mkldnn.set_flags(False)
 

@@ -43,7 +43,7 @@ def named(op: str, place: tuple[str, int | None]) -> str:
     """Regex for the start of a message: operator and argument."""
     shown = re.sub(r"^_(.*)_fwd$", r"\1", re.sub(r"^_(.*)_bwd_?$", r"\1 backward", op))
     # With an autograd graph, all variants of a loss call the same private operator.
-    shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown)
+    shown = re.sub("^(fused_linear_cross_entropy|fused_linear_log_probs|cross_entropy)(_with_.*)$", r"\1(\2)?", shown)
     return shown + ": " + re.escape(place[0] + (f"[{place[1]}]" if place[1] is not None else ""))
 
 
